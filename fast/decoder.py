@@ -1,0 +1,324 @@
+"""The target in PyTorch: Qwen3 and Llama decoders, CPU and CUDA, float32, bfloat16 or float64.
+
+Modules carry the hub's weight names, so loading is one loop.  Three forwards share the layers: `prefill` (one
+prefix, causal), `step` (one new token for each of many sequences) and `grow` (one forward of n new tree nodes,
+each attending to the shared prefix and its own ancestors).  What they attend to lives in `fast/kv_cache.py`.
+
+Twin: `reference/decoder.py`, where the layer's formula is.  Tests: `tests/test_decoder.py`.
+"""
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fast.kv_cache import KVCache
+from models.checkpoint import Checkpoint
+from models.config import DecoderConfig
+
+BUCKETS = (8, 16, 32, 64, 128, 256)  # row counts a tree step is padded to on CUDA
+SCORES = 2**26  # attention scores held at a time by a tree step
+SLAB = 2**20  # weights converted at a time where bfloat16 products run in float32
+
+
+class Linear(nn.Linear):
+    """A linear map.  bfloat16 on a CPU multiplies in float32: exact products, and much faster for several rows."""
+
+    def forward(self, x):
+        if x.dtype != torch.bfloat16 or x.is_cuda or x.shape[:-1].numel() <= 2:
+            return super().forward(x)
+        return linear_in_float32(x, self.weight, self.bias).to(x.dtype)
+
+
+def linear_in_float32(x, weight, bias=None):
+    """x W^T + b in float32 from bfloat16 operands, converting the weights slab by slab: float32 [..., out]."""
+    rows = max(1, SLAB // weight.shape[1])
+    x = x.float()
+    out = torch.cat([x @ slab.float().T for slab in weight.split(rows)], dim=-1)
+    return out if bias is None else out + bias.float()
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight, the mean in float32 or better."""
+
+    def __init__(self, size, eps):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x):
+        wide = x if x.dtype == torch.float64 else x.float()
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        hidden, d = config.hidden_size, config.head_dim
+        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, d
+        self.q_proj = Linear(hidden, self.heads * d, bias=config.qkv_bias)
+        self.k_proj = Linear(hidden, self.kv_heads * d, bias=config.qkv_bias)
+        self.v_proj = Linear(hidden, self.kv_heads * d, bias=config.qkv_bias)
+        self.o_proj = Linear(self.heads * d, hidden, bias=config.o_bias)
+        self.q_norm = RMSNorm(d, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(d, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+
+    def forward(self, x, cos, sin, attend):
+        """x [n, H]; cos, sin [n, 1, d]; attend maps q, k, v [n, heads, d] to [n, heads * d]."""
+        q, k, v = (proj(x).view(len(x), -1, self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        return self.o_proj(attend(rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin), v))
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.self_attn, self.mlp = Attention(config), MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x, cos, sin, attend):
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Stack(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class Decoder(nn.Module):
+    """A causal language model with the target interface of `paths.walk`.
+
+    Args: config; tensors, hub name -> tensor, as in `config.tensor_shapes()`; stop_ids, ids that end an answer.
+    """
+
+    def __init__(self, config, tensors, stop_ids=()):
+        super().__init__()
+        self.config, self.vocab_size, self.stop_ids = config, config.vocab_size, tuple(stop_ids)
+        with torch.device("meta"):
+            self.model = Stack(config)
+            if not config.tied:
+                self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.load_state_dict(tensors, strict=True, assign=True)
+        self.requires_grad_(False)
+        self.head = self.model.embed_tokens.weight if config.tied else self.lm_head.weight
+        frequencies, self.rope_scale = config.rope.frequencies(config.head_dim)
+        self.frequencies = torch.from_numpy(np.concatenate([frequencies] * 2)).to(self.head.device)
+        self.buckets = BUCKETS if self.head.is_cuda else ()
+
+    @classmethod
+    def load(cls, folder, *, dtype="float32", device="cpu", stop_ids=None):
+        """Read a hub-style folder onto a device, tensor by tensor, in float32, bfloat16 or float64.
+
+        `stop_ids` None takes the end-of-sequence ids of config.json.
+        """
+        if dtype not in ("float32", "bfloat16", "float64"):
+            raise ValueError(f"dtype must be float32, bfloat16 or float64, not {dtype}")
+        if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device {device} asked, but this PyTorch sees no CUDA device; use --device cpu")
+        config = DecoderConfig.from_folder(folder)
+        stored = Checkpoint(folder).read(config.tensor_shapes(), tied=config.tied)
+        tensors = {name: to_tensor(raw, kind, getattr(torch, dtype), device) for name, kind, raw in stored}
+        return cls(config, tensors, config.eos_ids if stop_ids is None else stop_ids)
+
+    @property
+    def dtype(self):
+        return self.head.dtype
+
+    @property
+    def device(self):
+        return self.head.device
+
+    def open(self, prefix):
+        """Prefill a prefix and return the `Session` in which its continuations grow."""
+        return Session(self, prefix)
+
+    def open_batch(self, prompts, new_tokens):
+        """Prefill several prompts and return the `Batch` that continues each by up to `new_tokens` tokens."""
+        return Batch(self, prompts, new_tokens)
+
+    def logits(self, tokens):
+        """Next-token logits after every position of a sequence, without a cache: float32 or float64 [S, V]."""
+        tokens = torch.as_tensor(tokens, device=self.device)
+        return self.read_out(self.forward(tokens, torch.arange(len(tokens), device=self.device), attend_causal))
+
+    def cache(self, rows, capacity):
+        """An empty `KVCache` for this model."""
+        return KVCache(self.config, rows, capacity, dtype=self.dtype, device=self.device)
+
+    def forward(self, tokens, positions, attend):
+        """Run new tokens through every layer: hidden states after the final norm, [n, H].
+
+        Args: tokens int [n]; positions int [n]; attend(layer, q, k, v) -> [n, heads * d] stores the new keys
+            and values where they belong and attends.
+        """
+        angles = positions[:, None].double() * self.frequencies
+        cos, sin = ((self.rope_scale * f(angles))[:, None].to(self.dtype) for f in (torch.cos, torch.sin))
+        x = self.model.embed_tokens(tokens)
+        for i, layer in enumerate(self.model.layers):
+            x = layer(x, cos, sin, lambda q, k, v, i=i: attend(i, q, k, v))
+        return self.model.norm(x)
+
+    def read_out(self, hidden):
+        """Logits [n, V] of final hidden states [n, H], float32 (float64 for a float64 model)."""
+        if self.dtype == torch.bfloat16 and not hidden.is_cuda:
+            return linear_in_float32(hidden, self.head)
+        logits = F.linear(hidden, self.head)
+        return logits if self.dtype == torch.float64 else logits.float()
+
+    def prefill(self, cache, row, tokens):
+        """Write a prefix into one row of an empty cache; returns the logits after its last token, [V]."""
+        tokens = torch.as_tensor(tokens, device=self.device)
+        if len(tokens) > cache.capacity:
+            raise ValueError(f"a prefix of {len(tokens)} tokens does not fit a cache of {cache.capacity}")
+
+        def attend(layer, q, k, v):
+            cache.keys[layer, row, :, : len(k)] = k.transpose(0, 1)
+            cache.values[layer, row, :, : len(v)] = v.transpose(0, 1)
+            return attend_causal(layer, q, k, v)
+
+        hidden = self.forward(tokens, torch.arange(len(tokens), device=self.device), attend)
+        cache.lengths[row] = len(tokens)
+        return self.read_out(hidden[-1:])[0]
+
+    def step(self, cache, tokens):
+        """Append one token to every row of the cache: logits [rows, V]."""
+        rows, lengths = torch.arange(len(tokens), device=self.device), cache.lengths
+        longest = int(lengths.max()) + 1
+        if longest > cache.capacity:
+            raise ValueError(f"the cache is full: a row already holds {cache.capacity} tokens")
+        hidden_keys = torch.arange(longest, device=self.device) > lengths[:, None]  # [rows, longest]
+
+        def attend(layer, q, k, v):
+            keys, values = cache.keys[layer], cache.values[layer]
+            keys[rows, :, lengths], values[rows, :, lengths] = k, v
+            q, group = grouped(q[:, None], k.shape[1])
+            scores = (q @ wide(keys[:, :, :longest]).mT).masked_fill(hidden_keys[:, None, None], -torch.inf)
+            return ungrouped(softmax(scores) @ wide(values[:, :, :longest]), group, 1)[:, 0].to(v.dtype)
+
+        hidden = self.forward(torch.as_tensor(tokens, device=self.device), lengths, attend)
+        cache.lengths = lengths + 1
+        return self.read_out(hidden)
+
+    def grow(self, cache, parents, tokens):
+        """Add tree nodes beside a one-row cache in one forward: logits [n, V]."""
+        count = len(tokens)
+        padding = (0, next((b for b in self.buckets if b >= count), count) - count)
+        tokens = F.pad(torch.as_tensor(tokens, device=self.device), padding)
+        new, path = cache.add_nodes(torch.as_tensor(parents, device=self.device))
+        new, path = F.pad(new, padding, value=-1), F.pad(path, (0, 0, *padding), value=-1)  # -1: the scratch node
+        length = int(cache.lengths[0])
+        missing = path < 0
+        positions = length - 1 + (~missing).sum(dim=1)
+
+        def attend(layer, q, k, v):
+            cache.node_keys[layer, new], cache.node_values[layer, new] = k, v
+            keys, values = cache.keys[layer, 0, :, :length], cache.values[layer, 0, :, :length]
+            at_once = max(1, SCORES // (q.shape[1] * length))
+            return torch.cat([
+                attend_tree(q[i], keys, values, cache.node_keys[layer, path[i]], cache.node_values[layer, path[i]], missing[i])
+                for i in torch.arange(len(q), device=q.device).split(at_once)
+            ])  # fmt: skip
+
+        return self.read_out(self.forward(tokens, positions, attend)[:count])
+
+
+class Session:
+    """One prefix and the tree of continuations grown from it; node ids count up, -1 is the prefix."""
+
+    def __init__(self, decoder, prefix):
+        self.decoder, self.cache = decoder, decoder.cache(1, len(prefix))
+        self.root_logits = decoder.prefill(self.cache, 0, prefix)
+
+    def grow(self, parents, tokens):
+        """Add one node per (parent, token) pair: logits [n, V]."""
+        return self.decoder.grow(self.cache, parents, tokens)
+
+
+class Batch:
+    """Several prompts continued side by side, one token per sequence and step."""
+
+    def __init__(self, decoder, prompts, new_tokens):
+        self.decoder = decoder
+        self.cache = decoder.cache(len(prompts), max(map(len, prompts)) + new_tokens)
+        self.root_logits = torch.stack([decoder.prefill(self.cache, i, prompt) for i, prompt in enumerate(prompts)])
+
+    def step(self, tokens):
+        """Append a token to each sequence: logits [rows, V]."""
+        return self.decoder.step(self.cache, tokens)
+
+    def keep(self, rows):
+        """Drop every sequence but these."""
+        self.cache.keep(torch.as_tensor(rows, device=self.decoder.device))
+
+
+def to_tensor(raw, kind, dtype, device):
+    """A stored array (bfloat16 as raw uint16 words) as a tensor of this dtype on this device."""
+    tensor = torch.from_numpy(np.array(raw))
+    return (tensor.view(torch.bfloat16) if kind == "BF16" else tensor).to(device=device, dtype=dtype)
+
+
+def rotate(x, cos, sin):
+    """Rotary position embedding on the two halves of each head: x [n, heads, d]; cos, sin [n, 1, d]."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def attend_causal(_, q, k, v):
+    """Attention of a sequence to itself, position by position: q [n, heads, d] -> [n, heads * d]."""
+    q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1).flatten(1)
+
+
+def attend_tree(q, keys, values, node_keys, node_values, missing):
+    """Attention of n tree nodes to one shared prefix and each to its own ancestors: [n, heads * d].
+
+    Args: q [n, heads, d]; keys, values [kv heads, S, d]; node_keys, node_values [n, depth, kv heads, d];
+        missing bool [n, depth], true where a node has no ancestor so far up.
+    """
+    n, length = len(q), keys.shape[1]
+    q, group = grouped(q[None], len(keys))  # [1, kv heads, group * n, d]
+    own = q.view(len(keys), group, n, -1).permute(2, 0, 1, 3)  # [n, kv heads, group, d]
+    own = (own @ wide(node_keys).permute(0, 2, 3, 1)).masked_fill(missing[:, None, None], -torch.inf)
+    own = own.permute(1, 2, 0, 3).reshape(len(keys), group * n, -1)
+    scores = softmax(torch.cat([(q @ wide(keys).mT)[0], own], dim=-1))
+    shared = scores[..., :length] @ wide(values)
+    own = scores[..., length:].view(len(keys), group, n, -1).permute(2, 0, 1, 3) @ wide(node_values).transpose(1, 2)
+    mixed = shared + own.permute(1, 2, 0, 3).reshape(len(keys), group * n, -1)
+    return ungrouped(mixed[None], group, n)[0].to(node_values.dtype)
+
+
+def grouped(q, kv_heads):
+    """Scaled queries by key/value head: [B, n, heads, d] -> ([B, kv heads, group * n, d], group)."""
+    batch, n, heads, d = q.shape
+    q = (wide(q) * d**-0.5).view(batch, n, kv_heads, heads // kv_heads, d)
+    return q.permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, d), heads // kv_heads
+
+
+def ungrouped(mixed, group, n):
+    """The inverse of `grouped` on attention outputs: [B, kv heads, group * n, d] -> [B, n, heads * d]."""
+    batch, kv_heads, _, d = mixed.shape
+    return mixed.view(batch, kv_heads, group, n, d).permute(0, 3, 1, 2, 4).reshape(batch, n, -1)
+
+
+def wide(x):
+    """bfloat16 as float32 where products of bfloat16 are slow (CPU); anything else as it is."""
+    return x.float() if x.dtype == torch.bfloat16 and not x.is_cuda else x
+
+
+def softmax(scores):
+    """Softmax over the last axis, computed in float32 or better, in the dtype of the scores."""
+    return torch.softmax(scores, dim=-1, dtype=torch.float64 if scores.dtype == torch.float64 else torch.float32).to(scores.dtype)

@@ -1,0 +1,34 @@
+"""Information floors in PyTorch.  Twin: `reference/floors.py`, where they are defined."""
+
+import numpy as np
+import torch
+
+from fast.distance import barycentre, barycentre_risk
+from reference.floors import Floor, cells_of, half_weights, summarise
+
+__all__ = ["Floor", "floor"]
+
+
+def floor(slot, order=0):
+    """Information floor T_k^(order) of one slot by grouping: see `reference.floors.floor`.
+
+    Args: slot, a `Slot` with a tensor of rows; order m.  Returns: `Floor`.
+    """
+    cells = cells_of(slot, order)
+    halves = half_weights(slot, cells)
+    total = slot.weight.sum()
+    fit = held_out = split = splittable = 0.0
+    for cell in range(cells.max() + 1):
+        here = (cells == cell).nonzero()[0]
+        rows = slot.rows if len(here) == len(cells) else slot.rows[torch.from_numpy(here).to(slot.rows.device)]
+        weight, (even, odd) = slot.weight[here], halves[:, here]
+        if not (even.any() and odd.any()):
+            fit += weight.sum() * barycentre_risk(rows, barycentre(rows, weight), weight)
+            continue
+        q, q_even, q_odd = barycentre(rows, np.stack([weight, even, odd]))
+        odd_risk, even_risk = barycentre_risk(rows, q_even, odd), barycentre_risk(rows, q_odd, even)
+        fit += weight.sum() * barycentre_risk(rows, q, weight)
+        splittable += weight.sum()
+        held_out += even.sum() * even_risk + odd.sum() * odd_risk
+        split += weight.sum() * odd_risk
+    return summarise(slot, order, float(fit / total), held_out, split, splittable)

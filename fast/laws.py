@@ -1,0 +1,74 @@
+"""Sampling laws in PyTorch.  Twin: `reference/laws.py`, where the definitions are explained."""
+
+import numpy as np
+import torch
+
+from reference.laws import SamplingLaw
+
+BLOCK = 1024  # vocabulary entries per partial sum
+
+
+def warp(logits, law=SamplingLaw()):
+    """Apply a sampling law to logits: see `reference.laws.warp`.
+
+    Args: logits, float32 or float64 [..., V].
+    Returns: probabilities of the same dtype, each row summing to one.
+    """
+    top = logits.amax(dim=-1, keepdim=True)
+    bad = (~top[..., 0].isfinite()).nonzero()
+    if len(bad):
+        raise ValueError(f"logits row {tuple(bad[0].tolist())} has no finite maximum (NaN, +inf or all -inf)")
+    if law.temperature == 0:
+        return torch.zeros_like(logits).scatter_(-1, logits.argmax(dim=-1, keepdim=True), 1.0)
+    probs = torch.softmax((logits - top) / law.temperature, dim=-1)
+    if 0 < law.top_k < logits.shape[-1] or law.top_p < 1:
+        ranked, order = probs.sort(dim=-1, descending=True, stable=True)
+        if law.top_k:
+            ranked[..., law.top_k :] = 0
+        before = ranked.cumsum(dim=-1, dtype=torch.float64) - ranked
+        before[..., 0] = -1  # the first token stays, whatever top_p is
+        ranked[before >= law.top_p] = 0
+        probs = torch.zeros_like(probs).scatter_(-1, order, ranked)
+        probs /= probs.sum(dim=-1, keepdim=True)
+    return probs
+
+
+def truncate(rows, k):
+    """Keep each row's k largest probabilities: see `reference.laws.truncate`.
+
+    Args: rows, float [U, V].  Returns: (renormalised rows [U, V], residual mass [U]).
+    """
+    if k < 1:
+        raise ValueError(f"k must be at least 1, got {k}")
+    ranked, order = rows.sort(dim=-1, descending=True, stable=True)
+    kept = torch.zeros_like(rows).scatter_(-1, order[..., :k], ranked[..., :k])
+    mass = kept.sum(dim=-1)
+    return kept / mass[..., None], (rows.sum(dim=-1) - mass).clamp(min=0)
+
+
+def draw(rows, uniforms, which=None):
+    """Draw tokens by inverse CDF with float64 sums: see `reference.laws.draw`.
+
+    The cumulative sum is taken in two steps, over blocks and then inside the block that holds the token.
+
+    Args: rows, probabilities [U, V]; uniforms, float64 [n] in [0, 1), NumPy; which, int [n], NumPy.
+    Returns: tokens, int64 [n], NumPy (the tree is kept on the host).
+    """
+    uniforms = np.asarray(uniforms, dtype=np.float64)
+    which = np.arange(len(uniforms)) if which is None else np.asarray(which)
+    if not ((uniforms >= 0) & (uniforms < 1)).all():
+        raise ValueError("uniforms must lie in [0, 1)")
+    rows = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % BLOCK)).view(len(rows), -1, BLOCK)
+    sums = rows.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    total = sums[:, -1].cpu().numpy()
+    for row in np.unique(which):
+        if not 0 < total[row] < np.inf:
+            raise ValueError(f"row {row} cannot be drawn from: its mass is {total[row]}")
+    which = torch.from_numpy(which).to(rows.device)
+    threshold = torch.from_numpy(uniforms).to(rows.device) * sums[which, -1]
+    block = torch.searchsorted(sums[which], threshold[:, None], right=True)[:, 0]
+    threshold = threshold - torch.where(block > 0, sums[which, block - 1], 0.0)
+    inside = rows[which, block].cumsum(dim=-1, dtype=torch.float64)
+    last = (inside < inside[:, -1:]).sum(dim=-1)  # last token of the block that has mass
+    token = torch.searchsorted(inside, threshold[:, None], right=True)[:, 0].minimum(last)
+    return (block * BLOCK + token).cpu().numpy()

@@ -1,0 +1,1 @@
+"""What is measured: configurations, checkpoints, text, toys and an embedded tiny family."""

@@ -1,0 +1,102 @@
+"""Information floors: the least rejection that a proposal can have, given what it may look at.
+
+A proposal of order m sees the prefix X and the last m realised tokens of the block.  Whatever it is, its risk
+at slot k is at least
+
+    T_k^(m) = E[ min_q E[ TV(p_k, q) | X, last m tokens ] ]                       (paper Sec. 2, Eq. 2)
+
+so at one anchor: split the sampled prefixes into cells that agree on what the proposal sees, find each cell's
+TV barycentre, and average the risks that are left.  Order 0 has a single cell; order 1 groups by predecessor.
+
+Two estimates bracket the truth.  Scoring a barycentre on the rows it was fitted to leans low (a cell with one
+path scores 0); fitting on one half of a cell's paths and scoring on the other leans high.  Here the second is
+cross-fitted: every path of a splittable cell is scored once, by the half it is not in (App. B.3 uses one direction).
+
+Twin: `fast/floors.py`.  Tests: `tests/test_floors.py` (closed forms, enumeration).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from reference.distance import barycentre, barycentre_risk
+
+
+@dataclass(frozen=True)
+class Floor:
+    """An estimated information floor at one anchor and slot; probabilities in [0, 1].
+
+    fit         risk of the barycentres on the rows they were fitted to (leans low)
+    held_out    cross-fitted in both directions, over the splittable cells (leans high); None if there are none
+    split       one direction only, fit on even and score on odd paths: the paper's T^(1)
+    lower       coverage interval: the mass outside splittable cells may have any floor between 0 and 1, so the
+    upper       whole lies in [c T, c T + 1 - c] with T = held_out (exact weights: T = fit)
+    covered     c, share of the mass that the estimate stands for
+    support     number of distinct prefixes
+    """
+
+    fit: float
+    held_out: float | None
+    split: float | None
+    lower: float
+    upper: float
+    covered: float
+    support: int
+
+
+def floor(slot, order=0):
+    """Information floor T_k^(order) of one slot by grouping (paper Eq. 2; App. B.3).
+
+    Args: slot, a `Slot`; order m, how many realised tokens the proposal sees.
+    Returns: `Floor`.  From order k on the cell is the whole prefix and every estimate is exactly 0.
+    """
+    cells = cells_of(slot, order)
+    halves = half_weights(slot, cells)
+    total = slot.weight.sum()
+    fit = held_out = split = splittable = 0.0
+    for cell in range(cells.max() + 1):
+        here = cells == cell
+        rows, weight = slot.rows[here], slot.weight[here]
+        fit += weight.sum() * barycentre_risk(rows, barycentre(rows, weight), weight)
+        even, odd = halves[:, here]
+        if even.any() and odd.any():
+            q_even, q_odd = barycentre(rows, halves[:, here])
+            odd_risk, even_risk = barycentre_risk(rows, q_even, odd), barycentre_risk(rows, q_odd, even)
+            splittable += weight.sum()
+            held_out += even.sum() * even_risk + odd.sum() * odd_risk
+            split += weight.sum() * odd_risk
+    return summarise(slot, order, float(fit / total), held_out, split, splittable)
+
+
+def cells_of(slot, order):
+    """Which information cell each prefix is in: int [U], equal where the last `order` tokens agree."""
+    if order < 0:
+        raise ValueError(f"order must be 0 or more, got {order}")
+    return np.unique(slot.history(min(order, slot.index)), axis=0, return_inverse=True)[1].ravel()
+
+
+def half_weights(slot, cells):
+    """Alternate each cell's paths between two halves and count: share of the M paths, float [2, U].
+
+    Zero everywhere when the slot was enumerated and there are no paths to split.
+    """
+    halves = np.zeros((2, len(cells)))
+    if slot.path_node is not None:
+        node = slot.path_node[slot.path_node >= 0]
+        node = node[np.argsort(cells[node], kind="stable")]  # cell by cell, in path order
+        rank = np.arange(len(node)) - np.searchsorted(cells[node], cells[node])
+        np.add.at(halves, (rank % 2, node), 1 / len(slot.path_node))
+    return halves
+
+
+def summarise(slot, order, fit, held_out, split, splittable):
+    """Assemble a `Floor` from sums over the splittable cells (their mass, and risks times mass)."""
+    total = slot.weight.sum()
+    if order >= slot.index:  # identity T_k^(k) = 0: nothing is left to condition on, split or not
+        held_out, split, covered = fit, fit, slot.covered
+    elif splittable:
+        held_out, split, covered = float(held_out / splittable), float(split / splittable), float(splittable / total)
+    else:
+        held_out, split, covered = None, None, slot.covered if slot.path_node is None else 0.0
+    lower = covered * (fit if held_out is None else held_out)
+    return Floor(fit, held_out, split, lower, lower + (1 - covered), covered, len(slot.rows))
