@@ -1,0 +1,29 @@
+"""The names of `reference` in PyTorch: CPU and CUDA, float32, bfloat16 or float64.
+
+Read `reference` for what a function means; read here for how it is made fast.  A measurement takes either
+package as its backend and follows the same paths in both.
+"""
+
+from fast.decoder import Decoder
+from fast.distance import barycentre, barycentre_risk, overlap, total_variation
+from fast.floors import Floor, floor
+from fast.laws import SamplingLaw, draw, truncate, warp
+from fast.paths import Answer, Slot, walk, write_answers
+
+__all__ = [
+    "Answer",
+    "Decoder",
+    "Floor",
+    "SamplingLaw",
+    "Slot",
+    "barycentre",
+    "barycentre_risk",
+    "draw",
+    "floor",
+    "overlap",
+    "total_variation",
+    "truncate",
+    "walk",
+    "warp",
+    "write_answers",
+]

@@ -321,4 +321,6 @@ def wide(x):
 
 def softmax(scores):
     """Softmax over the last axis, computed in float32 or better, in the dtype of the scores."""
-    return torch.softmax(scores, dim=-1, dtype=torch.float64 if scores.dtype == torch.float64 else torch.float32).to(scores.dtype)
+    return torch.softmax(scores, dim=-1, dtype=torch.float64 if scores.dtype == torch.float64 else torch.float32).to(
+        scores.dtype
+    )

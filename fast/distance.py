@@ -1,16 +1,18 @@
 """Overlap, total variation and the TV barycentre in PyTorch.
 
-Twin: `reference/distance.py`, where the barycentre is derived.  The same answer is found here without sorting
-all jumps by level: each column is sorted once (for any number of weight vectors), the jumps' mass is collected
-in a histogram over levels, and only the bin in which the mass reaches one is sorted.  Columns are worked through
-in slabs, so that beside the rows only their sorted values and ranks are held.
+Twin: `reference/distance.py`, where the barycentre is derived.  Here the critical level is searched for: a slab
+of columns is sorted, with the cumulative weights beside the values, and the proposals at several levels are then
+binary searches in each column.  Whole weights (numbers of paths) have whole levels, so the search ends exactly;
+a sample of the columns says where to begin, so that one pass over all of them usually suffices.
 """
+
+import sys
 
 import numpy as np
 import torch
 
-BINS = 4096  # of the histogram over levels
-SLAB = 2**18  # entries worked on at a time
+SLAB = 2**17  # entries sorted at a time, to stay in cache
+SAMPLE = 32  # one in so many columns tells where to look
 
 
 def overlap(p, q):
@@ -20,7 +22,7 @@ def overlap(p, q):
 
 def total_variation(p, q):
     """TV(p, q) = 1/2 sum_v |p(v) - q(v)|, [...]: see `reference.distance.total_variation`."""
-    return (p - q).abs().sum(dim=-1) / 2
+    return (p - q).abs_().sum(dim=-1) / 2
 
 
 def barycentre(rows, weights=None):
@@ -41,8 +43,9 @@ def barycentre(rows, weights=None):
     if not sure.all():
         used = (rows.amax(dim=0) > 0).nonzero()[:, 0]
         q[~sure] = 0
-        solved = _solve(rows if len(used) == rows.shape[1] else rows[:, used], weights[~sure])
-        q[(~sure).nonzero(), used] = solved.to(q.dtype)
+        kept = rows if len(used) == rows.shape[1] else rows[:, used]
+        for i in (~sure).nonzero()[:, 0]:
+            q[i, used] = _solve(kept, weights[i]).to(q.dtype)
     return q
 
 
@@ -52,7 +55,8 @@ def barycentre_risk(rows, q, weights=None):
     Args: rows [U, V]; q [V]; weights [U] or None = equal.
     """
     weights = _weights(weights, rows)
-    return float(weights @ total_variation(distributions(rows), q).double() / weights.sum())
+    risks = torch.stack([total_variation(row, q) for row in distributions(rows)])  # row by row stays in cache
+    return float(weights @ risks.double() / weights.sum())
 
 
 def distributions(rows):
@@ -63,60 +67,91 @@ def distributions(rows):
     bad = ~((sums - 1).abs() <= 1e-4) | (rows.amin(dim=1) < 0)
     if bad.any():
         worst = int(bad.int().argmax())
-        raise ValueError(f"row {worst} is no distribution: sum {float(sums[worst])}, smallest entry {float(rows[worst].min())}")
+        raise ValueError(
+            f"row {worst} is no distribution: sum {float(sums[worst])}, smallest entry {float(rows[worst].min())}"
+        )
     return rows / sums[:, None] if rows.dtype == torch.float64 else rows
 
 
 def _solve(rows, weights):
-    """Barycentres of rows [U, V] under weights [B, U] by the histogram described above: float64 [B, V]."""
-    slabs = [_sorted_jumps(slab) for slab in rows.split(max(1, SLAB // len(rows)), dim=1)]
-    return torch.stack([_solve_sorted(slabs, w / w.sum()) for w in weights])
+    """The barycentre of rows [U, V] under weights [U]: [V]."""
+    whole = bool((weights == weights.round()).all() and weights.sum() < 2**24)
+    weights = weights if whole else weights / weights.sum()
+    resolution = 1.0 if whole else 1e-15 if rows.dtype == torch.float64 else 1e-8
+    total, columns = float(weights.sum()), rows.shape[1]
+    levels = _between(-resolution, total, resolution)
+    if columns > 100 * SAMPLE:  # where to look: the heaviest columns, and every so many of the others
+        heavy = torch.zeros(columns, dtype=torch.bool, device=rows.device)
+        heavy[rows.amax(dim=0).topk(columns // SAMPLE).indices] = True
+        sample = torch.cat([heavy.nonzero()[:, 0], (~heavy).nonzero()[::SAMPLE, 0]])
+        guess, _ = _search(rows[:, sample], weights, torch.where(heavy[sample], 1, SAMPLE), levels, resolution)
+        near = torch.tensor([-2, -1, 0, 1] if whole else [-1e-2, -1e-4, -1e-6, 1e-6, 1e-4, 1e-2])
+        levels = (guess + near).clamp(-resolution, total)
+    return _search(rows, weights, None, levels, resolution)[1]
 
 
-def _sorted_jumps(rows):
-    """Sort each column of [U, C]: (jumps between its order statistics [C, U], the row each comes from [C, U])."""
-    columns = rows.T.contiguous()
-    if rows.is_cuda or rows.dtype != torch.float32 or len(rows) > 2**16:
+def _search(rows, weights, counts, levels, resolution):
+    """Narrow down the level at which the mass (column v counted counts[v] times) reaches one: (level, proposal)."""
+
+    def mass(q):
+        return float((q if counts is None else q * counts).sum(dtype=torch.float64))
+
+    low, high = -resolution, float(weights.sum())
+    below, above = torch.zeros_like(rows[0]), None
+    while True:
+        for level, q in zip(levels.tolist(), _proposals(rows, weights, levels), strict=True):
+            if level < high and mass(q) >= 1 - 1e-12:  # masses rise with the level
+                high, above = level, q
+                break
+            low, below = max(low, level), q
+        if high - low <= resolution:
+            break
+        levels = _between(low, high, resolution)
+    if above is None:  # float32 rows can stop short of one
+        return high, below / mass(below)
+    share = (1 - mass(below)) / (mass(above) - mass(below))
+    return high, below + share * (above - below)
+
+
+def _between(low, high, resolution):
+    """Up to 16 levels strictly between two, on the grid of whole levels where that is the resolution."""
+    levels = torch.linspace(low, high, 18, dtype=torch.float64)[1:-1]
+    levels = levels.round().unique() if resolution == 1 else levels
+    return levels[(levels > low) & (levels < high)]
+
+
+def _proposals(rows, weights, levels):
+    """Each column's value once every jump up to a level is taken, for several rising levels: [levels, V].
+
+    The value at a level is the first whose cumulative weight exceeds it.
+    """
+    weights, levels = weights.to(rows.dtype), levels.to(rows.device, rows.dtype)
+
+    found = rows.new_empty((len(levels), rows.shape[1]))
+    columns = max(1, SLAB // len(rows))
+    scratch = torch.empty((columns, len(rows)), dtype=torch.int64), rows.new_empty((columns, len(rows)))
+    for slab, out in zip(rows.split(columns, dim=1), found.split(columns, dim=1), strict=True):
+        values, reached = _sort_columns(slab.T, weights, scratch)
+        rank = torch.searchsorted(reached, levels.expand(len(reached), -1).contiguous(), right=True)
+        out.copy_(values.gather(1, rank.clamp_(max=len(rows) - 1)).T)
+    return found
+
+
+def _sort_columns(columns, weights, scratch):
+    """Sort each of [C, U]: (its values in rising order, the weight reached with each).
+
+    `scratch` spares the float32 path on a CPU its allocations: an int64 and a float32 array of at least that size.
+    """
+    if columns.is_cuda or columns.dtype != torch.float32:
         values, order = columns.sort(dim=1)
-    else:  # one vectorised sort of 64-bit words: the value's bits (ordered like the value, as it is >= 0), then its row
-        keys = columns.numpy().view(np.uint32).astype(np.uint64) << 32 | np.arange(len(rows), dtype=np.uint64)
-        keys.sort(axis=1)
-        halves = torch.from_numpy(keys.view(np.int32).reshape(*keys.shape, 2))  # little-endian: row, value
-        values, order = halves[..., 1].contiguous().view(torch.float32), halves[..., 0]
-    values[:, 1:] -= values[:, :-1].clone()
-    return values, order.to(torch.int32)
-
-
-def _solve_sorted(slabs, weights):
-    levels = []
-    mass = torch.zeros(BINS, dtype=torch.float64, device=weights.device)
-    for jumps, order in slabs:
-        weight = weights[order]
-        level = (weight.cumsum(dim=1) - weight).to(jumps.dtype)  # weight strictly below each value
-        mass += torch.bincount(_bins(level).flatten(), jumps.flatten(), BINS)
-        levels.append(level)
-    mass = mass.cumsum(0)
-    full = min(1.0, float(mass[-1])) - 1e-12  # float32 rows may stop short of one
-    last = int(torch.searchsorted(mass, full))
-
-    # Sort the jumps of the bin in which the mass reaches one, and find the level at which it does.
-    before = float(mass[last - 1]) if last else 0.0
-    inside = [_bins(level) == last for level in levels]
-    level, order = torch.cat([level[here] for level, here in zip(levels, inside, strict=True)]).sort()
-    jump = torch.cat([jumps[here] for (jumps, _), here in zip(slabs, inside, strict=True)])[order].double()
-    reached = before + jump.cumsum(0)
-    critical = level[min(int(torch.searchsorted(reached, full)), len(level) - 1)]
-
-    tie = 1e-12 if level.dtype == torch.float64 else 1e-6
-    below = torch.cat([(jumps * (level < critical - tie)).sum(dim=1) for (jumps, _), level in zip(slabs, levels, strict=True)])
-    upto = torch.cat([(jumps * (level <= critical + tie)).sum(dim=1) for (jumps, _), level in zip(slabs, levels, strict=True)])
-    below, step = below.double(), (upto - below).double()
-    q = below + step * ((1 - below.sum()) / step.sum()).clamp(0, 1)
-    return q / q.sum()
-
-
-def _bins(level):
-    return (level * BINS).long().clamp_(max=BINS - 1)
+        return values, weights[order].cumsum(dim=1)
+    # NumPy's vectorised sort of 64-bit words: the bits of a value, which order like it, then those of its weight.
+    words, reached = (buffer[: len(columns)] for buffer in scratch)
+    words.copy_(columns.view(torch.int32)).bitwise_left_shift_(32).bitwise_or_(weights.view(torch.int32))
+    words.numpy().sort(axis=1)
+    pairs = words.view(torch.float32).view(*words.shape, 2)
+    value, weight = (1, 0) if sys.byteorder == "little" else (0, 1)
+    return pairs[..., value], torch.cumsum(pairs[..., weight], dim=1, out=reached)
 
 
 def _weights(weights, rows):

@@ -2,11 +2,11 @@
 
 `locate` turns the one thing a user types, a folder or a hub id, into a folder on disk and the commit it holds.
 `Checkpoint` reads the safetensors headers of that folder and checks every file's length and layout before any weight is
-used; `Checkpoint.read` then checks the names and shapes against what the model needs, and streams the arrays.
+used; `Checkpoint.read` then checks names and shapes against what the model needs, and streams the arrays.
 
 A safetensors file is an 8-byte little-endian length n, n bytes of JSON that give each tensor's dtype, shape and byte
-range, and then the bytes.  They are read here without the safetensors package because its NumPy reader knows no BF16 and
-has one message for every damaged file.  BF16 stays uint16 until `to_float` shifts it into float32, which is exact.
+range, and then the bytes.  They are read here without the safetensors package, whose NumPy reader knows no BF16 and has
+one message for every damaged file.  BF16 stays uint16 until `to_float` shifts it into float32, which is exact.
 Tests: tests/test_checkpoint.py.
 """
 
@@ -15,28 +15,41 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import numpy as np
 
-INDEX, SINGLE, HEAD, EMBEDDING = (
-    "model.safetensors.index.json",
-    "model.safetensors",
-    "lm_head.weight",
-    "model.embed_tokens.weight",
-)
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 HUB_FILES = [
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "chat_template.jinja", "*.safetensors", "*.safetensors.index.json",
-]  # fmt: skip
-HUB_LEAVES_OUT = ["*/*", "consolidated*"]  # second copies of the weights, in subfolders or in another naming
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "*.safetensors",
+    "*.safetensors.index.json",
+]
+HUB_LEFT_OUT = ["*/*", "consolidated*"]  # second copies of the weights, in subfolders or under another naming
 HUB_SECONDS = 10.0
-HEADER_LIMIT = 100_000_000  # the format's own limit
-CHUNK = 1 << 24
-DTYPES = {
-    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16,
-    "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8, "BOOL": np.bool_,
-}  # fmt: skip
+HEADER_LIMIT = 100_000_000  # the format's own limit, in bytes
+COMPARED_AT_ONCE = 1 << 24  # bytes
+DTYPES: dict[str, type] = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": np.uint16,
+    "I64": np.int64,
+    "I32": np.int32,
+    "U8": np.uint8,
+    "BOOL": np.bool_,
+}
+FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 class CheckpointError(ValueError):
@@ -65,11 +78,11 @@ class TensorInfo:
 
 
 def locate(target: str, *, revision: str | None = None) -> Snapshot:
-    """The folder of a checkpoint named by a folder or a hub id, downloading what is not in the hub's cache.
+    """The folder of a checkpoint named by a folder or a hub id; what the hub's cache lacks is downloaded.
 
-    An existing folder wins and never touches the hub.  A hub id is looked up with the huggingface_hub package, whose
-    settings (HF_HOME, HF_HUB_OFFLINE, tokens) hold; without a network its cached snapshot serves.  Pickled weights are
-    never fetched.  CheckpointError is one sentence that says what to do.
+    An existing folder wins and never touches the hub.  A hub id goes through the huggingface_hub package, whose
+    settings (HF_HOME, HF_HUB_OFFLINE, tokens) hold; where the hub cannot be reached, its cached snapshot serves.
+    Pickled weights are never fetched.  CheckpointError is one sentence that says what to do.
     """
     folder = Path(target).expanduser()
     if target and folder.is_dir():
@@ -80,13 +93,13 @@ def locate(target: str, *, revision: str | None = None) -> Snapshot:
         raise CheckpointError(f"{target} is a file: name the folder that holds config.json and the weights")
     if target.startswith((".", "/", "~")) or target.endswith("/") or "\\" in target or target.count("/") > 1:
         raise CheckpointError(f"no such folder: {target}")
+
     folder = _fetch(target, revision)
-    shards = _shards(folder) or [folder / SINGLE]
-    missing = [file.name for file in (folder / "config.json", *shards) if not file.is_file()]
+    missing = [file.name for file in (folder / "config.json", *_shards(folder)) if not file.is_file()]
     if missing:
         raise CheckpointError(
             f"the snapshot of {target} in {folder} is incomplete, missing {', '.join(missing)}: run again with the "
-            "network on to complete it (weights are read from safetensors only)"
+            "network on to complete it (only safetensors weights are read)"
         )
     return Snapshot(folder, target, folder.name)
 
@@ -99,35 +112,36 @@ def _folder_snapshot(folder: Path) -> Snapshot:
     return Snapshot(folder, full.name, None)
 
 
-def _fetch(repository: str, revision: str | None) -> Path:
+def _fetch(name: str, revision: str | None) -> Path:
     """Download a snapshot, or find it in the hub's cache when the hub does not give it."""
     from huggingface_hub import HfApi, errors, snapshot_download
 
-    folder_hint = "or pass a local folder with --target FOLDER"
-    wanted = {"revision": revision, "allow_patterns": HUB_FILES, "ignore_patterns": HUB_LEAVES_OUT}
+    download = partial(
+        snapshot_download, name, revision=revision, allow_patterns=HUB_FILES, ignore_patterns=HUB_LEFT_OUT
+    )
+    local = "pass a local folder with --target FOLDER"
     try:
-        # One request without retries: for a pinned commit, snapshot_download alone retries for 20 s when offline.
-        HfApi().model_info(repository, revision=revision, timeout=HUB_SECONDS)
-        return Path(snapshot_download(repository, **wanted))
+        # One request without retries: offline, snapshot_download alone would retry a pinned commit for 20 seconds.
+        HfApi().model_info(name, revision=revision, timeout=HUB_SECONDS)
+        return Path(download())
     except errors.HFValidationError:
-        raise CheckpointError(f"{repository!r} is neither an existing folder nor a hub id like owner/name") from None
+        raise CheckpointError(f"{name!r} is neither an existing folder nor a hub id like owner/name") from None
     except errors.GatedRepoError:
-        reason = f"{repository} is gated: accept its terms on the hub and log in with `hf auth login`, {folder_hint}"
+        reason = f"{name} is gated: accept its terms on the hub and log in with `hf auth login`, or {local}"
     except errors.RepositoryNotFoundError:
-        reason = f"no folder {repository} here and no such model on the hub, or it is private: check the name, {folder_hint}"
+        reason = f"no folder {name} here, and no such model on the hub (or it is private): check the name, or {local}"
     except errors.RevisionNotFoundError:
-        reason = f"{repository} has no revision {revision!r} on the hub: check the branch, tag or commit"
-    except Exception as error:  # every release of the hub client has its own network errors
-        of = "" if revision is None else f" at revision {revision!r}"
-        reason = (
-            f"the hub cannot be reached ({type(error).__name__}) and no snapshot of {repository}{of} is cached: "
-            f"check the network, {folder_hint}"
-        )
+        reason = f"{name} has no revision {revision!r} on the hub: check the branch, tag or commit"
+    except Exception as error:  # every release of the hub client has network errors of its own
+        detail = f"{type(error).__name__}: {error}".splitlines()[0]
+        wanted = name if revision is None else f"{name} at revision {revision!r}"
+        reason = f"the hub cannot be reached and no snapshot of {wanted} is cached: {local} ({detail})"
     try:
-        return Path(snapshot_download(repository, local_files_only=True, **wanted))
+        return Path(download(local_files_only=True))
     except errors.LocalEntryNotFoundError as error:
         if getattr(error, "snapshot_path", None):
-            reason = f"{str(error).split('. ')[0]}: run again with the network on, {folder_hint}"
+            incomplete = str(error).split(". ")[0]
+            reason = f"{incomplete}: run again with the network on to complete it, or {local}"
         raise CheckpointError(reason) from None
 
 
@@ -145,20 +159,19 @@ class Checkpoint:
         shards = _shards(self.folder)
         missing = [file.name for file in shards if not file.is_file()]
         if missing:
-            raise CheckpointError(f"{self.folder} is incomplete: {INDEX} lists {', '.join(missing)}, not on disk")
-        if not shards:
-            raise CheckpointError(_what_else_is_there(self.folder))
+            raise CheckpointError(f"{self.folder} {_what_is_missing(self.folder, missing)}")
         for file in shards:
-            for name, info in _read_header(file).items():
-                if name in self.tensors:
-                    raise CheckpointError(f"{name} is stored twice, in {self.tensors[name].file.name} and {file.name}")
-                self.tensors[name] = info
+            for info in _read_header(file):
+                if info.name in self.tensors:
+                    first = self.tensors[info.name].file.name
+                    raise CheckpointError(f"{self.folder}: {info.name} is stored twice, in {first} and in {file.name}")
+                self.tensors[info.name] = info
         for name, file in _weight_map(self.folder).items():
             if name not in self.tensors or self.tensors[name].file != file:
-                raise CheckpointError(f"{INDEX} says {name} is in {file.name}, whose header lacks it")
+                raise CheckpointError(f"{self.folder / INDEX}: {name} is not in {file.name}, where the index has it")
 
     def raw(self, name: str) -> np.ndarray:
-        """One tensor as stored, in memory of its own; BF16 comes as uint16 words."""
+        """One tensor as stored, read from disk into memory of its own; BF16 comes as uint16 words."""
         if name not in self.tensors:
             raise CheckpointError(f"{self.folder} holds no tensor {name}")
         info = self.tensors[name]
@@ -169,72 +182,90 @@ class Checkpoint:
     ) -> Iterator[tuple[str, str, np.ndarray]]:
         """Stream (name, dtype, raw array) for exactly the tensors of `shapes`, file by file, one array at a time.
 
-        All missing, unexpected and wrongly shaped tensors are reported in one CheckpointError by this call itself, not
-        by the first step of the iteration.  A stored name may lack the "model." prefix, and rotary inv_freq buffers are
-        ignored.  `tied`: the head is the embedding, so a stored head must be absent or equal to it; it is not yielded.
+        All missing, unexpected and wrongly shaped tensors are reported in one CheckpointError, by this call and not by
+        the first step of the iteration.  A stored name may lack the "model." prefix; rotary inv_freq buffers are
+        ignored.  `tied`: the head is the embedding, so a stored head must be absent or equal to it, and is not yielded.
         """
-        aliases = {name: self._alias(name) for name in shapes}
-        problems = [f"missing {name}" for name, stored in aliases.items() if stored is None]
-        if HEAD in shapes and aliases[HEAD] is None:
-            problems[-1] += " (the config says that the head is not tied to the embedding)"
-        found = {stored: name for name, stored in aliases.items() if stored is not None}
-        ignored = {HEAD} if tied and HEAD not in shapes else set()
-        for stored in self.tensors:
-            if stored not in found and stored not in ignored and not stored.endswith("rotary_emb.inv_freq"):
-                problems.append(f"unexpected {stored}")
-        for stored, name in found.items():
-            if self.tensors[stored].shape != tuple(shapes[name]):
-                problems.append(f"{stored} has shape {self.tensors[stored].shape}, expected {tuple(shapes[name])}")
+        stored_names = {name: self._stored_name(name, shapes) for name in shapes}
+        found = {stored: name for name, stored in stored_names.items() if stored in self.tensors}
+        tied_head = tied and HEAD not in shapes and HEAD in self.tensors and stored_names.get(EMBEDDING) in found
+
+        missing = [name for name in shapes if stored_names[name] not in found]
+        unexpected, reshaped = [], []
+        for stored, info in self.tensors.items():
+            if stored in found:
+                shape = tuple(shapes[found[stored]])
+                if info.shape != shape:
+                    reshaped.append(f"{stored} {info.shape}, expected {shape}")
+            elif not (stored.endswith("rotary_emb.inv_freq") or (tied_head and stored == HEAD)):
+                unexpected.append(stored)
+        problems = [
+            *_first_few("missing", missing),
+            *_first_few("unexpected", unexpected),
+            *_first_few("of another shape", reshaped),
+        ]
+        if HEAD in missing:
+            problems.append(f"{HEAD} may be absent only where tie_word_embeddings is true, which the config denies")
         if problems:
-            more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
-            raise CheckpointError(f"{self.folder} does not fit the model: {'; '.join(problems[:8])}{more}")
-        if ignored and HEAD in self.tensors:
-            self._check_tied_head()
+            raise CheckpointError(f"{self.folder} does not fit the model: {'; '.join(problems)}")
+        if tied_head:
+            self._check_tied_head(self.tensors[stored_names[EMBEDDING]], self.tensors[HEAD])
+
         order = sorted(found, key=lambda stored: (self.tensors[stored].file, self.tensors[stored].begin))
         return ((found[stored], self.tensors[stored].dtype, self.raw(stored)) for stored in order)
 
-    def _alias(self, name: str) -> str | None:
-        """The stored name of a tensor: its own, or the one without the "model." prefix."""
-        return next((stored for stored in (name, name.removeprefix("model.")) if stored in self.tensors), None)
+    def _stored_name(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        """The name itself, or the one without the "model." prefix where only that is stored."""
+        short = name.removeprefix("model.")
+        return short if name not in self.tensors and short in self.tensors and short not in shapes else name
 
-    def _check_tied_head(self) -> None:
+    def _check_tied_head(self, embedding: TensorInfo, head: TensorInfo) -> None:
         """Refuse a stored head that is not, bit for bit, the embedding it is said to be."""
-        embedding, head = self.tensors[self._alias(EMBEDDING) or HEAD], self.tensors[HEAD]
         same = (embedding.dtype, embedding.shape) == (head.dtype, head.shape)
-        for at in range(0, head.end - head.begin if same else 0, CHUNK):
-            ours, theirs = (
-                _read_bytes(info, info.begin + at, min(info.begin + at + CHUNK, info.end)) for info in (head, embedding)
+        for at in range(0, head.end - head.begin if same else 0, COMPARED_AT_ONCE):
+            left, right = (
+                _read_bytes(info, info.begin + at, min(info.begin + at + COMPARED_AT_ONCE, info.end))
+                for info in (embedding, head)
             )
-            same = same and not (ours != theirs).any()
+            same = same and left.tobytes() == right.tobytes()
         if not same:
             raise CheckpointError(
-                f"the config ties the head to the embedding, but {HEAD} in {head.file.name} differs from "
-                f"{embedding.name}: set tie_word_embeddings to false to use the stored head"
+                f"{self.folder}: the config ties the head to the embedding, but the stored {head.name} differs from "
+                f"{embedding.name}: set tie_word_embeddings to false to use the stored head, or remove it"
             )
 
 
 def to_float(raw: np.ndarray, dtype: str, out: type = np.float32) -> np.ndarray:
-    """A stored array as `out` (float32 or float64), same shape; exact for BF16, F16 and F32.
+    """A stored array of any shape as `out`, np.float32 or np.float64; exact for BF16, F16 and F32.
 
-    BF16 is the upper half of a float32: the uint16 word moves up by 16 bits.
+    A BF16 word is the upper half of a float32.  CheckpointError for the integer dtypes.
     """
-    if dtype not in ("BF16", "F16", "F32", "F64"):
-        raise CheckpointError(f"dtype {dtype} holds no floating-point weights")
+    if dtype not in FLOATS:
+        raise CheckpointError(f"dtype {dtype} does not hold floating-point weights")
     if dtype == "BF16":
-        raw = (raw.astype(np.uint32) << 16).view(np.float32)
+        words = raw.astype(np.uint32)
+        words <<= 16
+        raw = words.view(np.float32)
     return raw.astype(out, copy=False)
+
+
+def _first_few(what: str, names: list[str], few: int = 4) -> list[str]:
+    """One clause on these tensors, or none."""
+    more = ", ..." if len(names) > few else ""
+    return [f"{len(names)} {what}: {', '.join(names[:few])}{more}"] if names else []
 
 
 def _weight_map(folder: Path) -> dict[str, Path]:
     """Tensor name -> shard file as the index has it; empty without an index."""
     path = folder / INDEX
-    if not path.exists():
+    if not path.is_file():
         return {}
     try:
-        weight_map = json.loads(path.read_bytes())["weight_map"]
-        pairs = [(name, PurePosixPath(file)) for name, file in weight_map.items()]
+        pairs = [(name, PurePosixPath(file)) for name, file in json.loads(path.read_bytes())["weight_map"].items()]
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise CheckpointError(f"{path}: not an index, it needs a weight_map from tensor names to files") from None
+        pairs = []
+    if not pairs:
+        raise CheckpointError(f"{path}: not an index, which needs a weight_map from tensor names to files")
     for name, file in pairs:
         if file.is_absolute() or ".." in file.parts or "\\" in str(file) or ":" in str(file):
             raise CheckpointError(f"{path}: {name} is said to be in {file}, outside the folder")
@@ -244,85 +275,88 @@ def _weight_map(folder: Path) -> dict[str, Path]:
 
 
 def _shards(folder: Path) -> list[Path]:
-    """The weight files that the folder says it has, on disk or not; [] when it says nothing."""
-    if (folder / INDEX).exists():
-        return sorted(set(_weight_map(folder).values()))
-    return [folder / SINGLE] if (folder / SINGLE).is_file() else []
+    """The weight files that the folder should have: those of the index, or the single file."""
+    return sorted(set(_weight_map(folder).values())) or [folder / SINGLE]
 
 
-def _what_else_is_there(folder: Path) -> str:
-    """The message for a folder without safetensors weights."""
+def _what_is_missing(folder: Path, missing: list[str]) -> str:
     if not folder.is_dir():
-        return f"no such folder: {folder}"
+        return "is not a folder"
+    if (folder / INDEX).is_file():
+        return f"is incomplete: {INDEX} lists {', '.join(missing)}, not on disk; download it again"
     pickles = sorted(file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".ckpt"))
     if pickles:
-        return f"{folder} holds only pickled weights ({pickles[0]}), and only safetensors is read: convert it first"
-    return f"{folder} holds neither {SINGLE} nor {INDEX}"
+        return f"holds only pickled weights ({', '.join(pickles)}), and only safetensors is read: convert them first"
+    return f"is incomplete: it holds neither {SINGLE} nor {INDEX}"
 
 
 def _read_bytes(info: TensorInfo, begin: int, end: int) -> np.ndarray:
-    """The bytes [begin, end) of a tensor's file as a fresh uint8 array."""
+    """The bytes [begin, end) of a tensor's file as a new uint8 array."""
     array = np.fromfile(info.file, np.uint8, end - begin, offset=begin)
     if array.size != end - begin:
         raise CheckpointError(f"{info.file} became shorter while it was read, at {info.name}")
     return array
 
 
-def _read_header(file: Path) -> dict[str, TensorInfo]:
+def _read_header(file: Path) -> list[TensorInfo]:
     """The tensors of one safetensors file, after checking that they fill it exactly."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(512)
-        length = int.from_bytes(start[:8], "little")
-        _check_kind(file, start, length, size)
+        _check_kind(file, start, size)
+        data = 8 + int.from_bytes(start[:8], "little")
+        if size < data:
+            raise CheckpointError(f"{file} is truncated: {data - size} bytes short of the end of its header")
         stream.seek(8)
-        text = stream.read(length)
+        text = stream.read(data - 8)
     try:
-        entries = json.loads(text)
-        entries.pop("__metadata__", None)
-        tensors = [_tensor_info(file, 8 + length, name, entry) for name, entry in entries.items()]
-    except (TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{file}: the safetensors header is malformed ({error!r})") from None
-    except UnicodeDecodeError, json.JSONDecodeError:
-        raise CheckpointError(f"{file}: the safetensors header is not JSON") from None
+        entries = dict(json.loads(text))
+    except (ValueError, TypeError):
+        raise CheckpointError(f"{file}: the safetensors header is not a JSON object") from None
+    entries.pop("__metadata__", None)
+    tensors = [_tensor_info(file, data, name, entry) for name, entry in entries.items()]
 
-    filled, last = 8 + length, "the header"
+    filled, last = data, "the header"
     for info in sorted(tensors, key=lambda info: (info.begin, info.end)):
         if info.begin != filled:
-            what = "overlaps" if info.begin < filled else "leaves a gap after"
-            raise CheckpointError(f"{file}: {info.name} {what} {last}")
+            fault = "overlaps" if info.begin < filled else "leaves a gap after"
+            raise CheckpointError(f"{file}: {info.name} {fault} {last}")
         filled, last = info.end, info.name
     if size < filled:
         raise CheckpointError(f"{file} is truncated: {filled - size} bytes short of the {filled} its header describes")
     if size > filled:
         raise CheckpointError(f"{file} is padded: {size - filled} bytes more than the {filled} its header describes")
-    return {info.name: info for info in tensors}
+    return tensors
 
 
-def _check_kind(file: Path, start: bytes, length: int, size: int) -> None:
-    """Name the usual impostors, and files too short for their own header."""
+def _check_kind(file: Path, start: bytes, size: int) -> None:
+    """Tell the usual impostors apart by their first bytes."""
     if size == 0:
-        raise CheckpointError(f"{file} is empty")
+        raise CheckpointError(f"{file} is empty: download it again")
     if start.startswith(b"version https://git-lfs"):
         raise CheckpointError(f"{file} is a Git LFS pointer, not the weights: run `git lfs pull` in its repository")
     if start.lstrip().lower().startswith((b"<!doctype", b"<html")):
         raise CheckpointError(f"{file} is a web page, not the weights: download it again")
-    if start.startswith((b"PK\x03\x04", b"\x80\x02")):
-        raise CheckpointError(f"{file} is a pickled PyTorch file, and only safetensors is read: convert it first")
-    if size > 8 and (start[8:9] != b"{" or not 2 <= length <= HEADER_LIMIT):
-        raise CheckpointError(f"{file} is not a safetensors file")
-    if size < 8 + length or size < 8:
-        short = 8 + length - size if size > 8 else "some"
-        raise CheckpointError(f"{file} is truncated: {short} bytes short of its own header")
+    if size < 10:
+        raise CheckpointError(f"{file} is truncated: {size} bytes hold no safetensors header")
+    if start[8:9] != b"{" or not 2 <= int.from_bytes(start[:8], "little") <= HEADER_LIMIT:
+        pickled = start.startswith((b"PK\x03\x04", b"\x80\x02"))
+        what = "is a pickled PyTorch file: convert it to safetensors first" if pickled else "is not a safetensors file"
+        raise CheckpointError(f"{file} {what}")
 
 
-def _tensor_info(file: Path, offset: int, name: str, entry: Mapping) -> TensorInfo:
-    dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+def _tensor_info(file: Path, data: int, name: str, entry: Any) -> TensorInfo:
+    """One entry of the header; `data` is where the tensors' bytes begin."""
+    try:
+        dtype, shape, (begin, end) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
+        sizes = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
+    except (ValueError, TypeError, KeyError):
+        sizes = False
+    if not sizes:
+        raise CheckpointError(f"{file}: the header entry of {name} is malformed: {entry!r}")
     if dtype not in DTYPES:
-        raise CheckpointError(f"{file}: {name} has dtype {dtype}, which is not supported")
-    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in (*shape, begin, end)):
-        raise CheckpointError(f"{file}: {name} has a malformed shape or byte range")
+        raise CheckpointError(f"{file}: {name} has dtype {dtype}, which is not supported (only {', '.join(DTYPES)})")
     need = math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize
     if end - begin != need:
         raise CheckpointError(f"{file}: {name}, {dtype} {shape}, needs {need} bytes but its range holds {end - begin}")
-    return TensorInfo(name, dtype, shape, file, offset + begin, offset + end)
+    return TensorInfo(name, dtype, shape, file, data + begin, data + end)

@@ -18,7 +18,9 @@ class ToyTarget:
         stop_ids, ids that end a continuation.
     """
 
-    def __init__(self, vocab_size: int, next_token: Callable[[tuple[int, ...]], np.ndarray], stop_ids: Sequence[int] = ()):
+    def __init__(
+        self, vocab_size: int, next_token: Callable[[tuple[int, ...]], np.ndarray], stop_ids: Sequence[int] = ()
+    ):
         self.vocab_size, self.next_token, self.stop_ids = vocab_size, next_token, tuple(stop_ids)
 
     def open(self, prefix) -> "ToySession":
@@ -80,7 +82,9 @@ def markov_chain(table: np.ndarray, stop_ids: Sequence[int] = ()) -> ToyTarget:
     return ToyTarget(vocab_size, lambda h: table[((0,) * order + h)[len(h) :]], stop_ids)
 
 
-def random_table(vocab_size: int, depth: int, seed: int, concentration: float = 0.5, stop_ids: Sequence[int] = ()) -> ToyTarget:
+def random_table(
+    vocab_size: int, depth: int, seed: int, concentration: float = 0.5, stop_ids: Sequence[int] = ()
+) -> ToyTarget:
     """An independent Dirichlet row for every history of up to `depth` further tokens: no structure at all.
 
     The table is a function of (seed, history), so it needs no storage and any depth can be asked.
@@ -102,7 +106,9 @@ def two_token_chain() -> ToyTarget:
     return markov_chain(np.stack([1 - ones, ones], axis=-1))
 
 
-def enumerate_rows(target: ToyTarget, prefix: Sequence[int], slot: int) -> tuple[list[tuple[int, ...]], np.ndarray, np.ndarray]:
+def enumerate_rows(
+    target: ToyTarget, prefix: Sequence[int], slot: int
+) -> tuple[list[tuple[int, ...]], np.ndarray, np.ndarray]:
     """Every continuation Z_<k that reaches a slot: (continuations, their probabilities [U], target rows [U, V])."""
     prefix = tuple(int(t) for t in prefix)
     found = []

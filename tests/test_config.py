@@ -177,6 +177,10 @@ def test_bfloat16_frequencies_would_lose_the_phase():
             {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}},
             "rope_parameters differs between attention types",
         ),
+        (
+            {"rope_parameters": {"factor": 2.0, "full_attention": {"rope_theta": 1e6}}},
+            r"differs between attention types \(factor, full_attention\)",
+        ),
     ],
 )
 def test_rope_refusals(changes, message):
@@ -219,6 +223,7 @@ def test_unknown_rope_fields_and_missing_theta_are_noted():
         {"rope_type": "yarn", **YARN, "mscale": 0.707, "mscale_all_dim": 0.5},
         {"rope_type": "yarn", **YARN, "mscale": 0.707},
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 3},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 10**6, "rope_theta": 1e4},
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 2.0},
     ],
 )

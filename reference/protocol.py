@@ -1,0 +1,183 @@
+"""The measurement protocol: from prompts to one record per anchor (paper Sec. 2 "Estimation", App. B).
+
+    1. The target writes an answer to every prompt, under the sampling law.
+    2. Every position of every answer that leaves room for a block is a candidate; anchors are sampled from them
+       stratum by stratum, with known inclusion probabilities.
+    3. At each anchor M continuations are walked and the floors of order 0 and 1 are estimated slot by slot.
+
+Each answer and each anchor is a row of the record file as soon as it is done.  All randomness comes from the
+seed and the prompt's id, so a resumed run writes what an uninterrupted one would have written, and both
+backends, handed over as a module, follow the same paths.  Tests: `tests/test_protocol.py`.
+"""
+
+import hashlib
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+from tqdm import tqdm
+
+from reference.laws import SamplingLaw
+from reference.records import RecordError
+from reference.stats import Anchor, eligible, sample_anchors, stratum
+
+ORDERS = (0, 1)
+ANSWERS_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class Design:
+    """What is measured.
+
+    anchors per domain, paths M per anchor, block length gamma, cap on an answer's tokens, sampling law, seed.
+    """
+
+    anchors: int = 96
+    paths: int = 256
+    gamma: int = 7
+    answer_tokens: int = 2048
+    law: SamplingLaw = field(default_factory=SamplingLaw)
+    seed: int = 20260818
+
+    def __post_init__(self):
+        for name, least in (("anchors", 1), ("paths", 2), ("gamma", 1), ("answer_tokens", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+
+    def provenance(self):
+        """The design as a JSON-able dict."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt as the target reads it: unique id, domain, token ids after the chat template."""
+
+    id: str
+    domain: str
+    tokens: tuple[int, ...]
+
+
+def measure(backend, target, prompts, design, records, *, special_ids=(), quiet=False):
+    """Run or resume the protocol, appending to `records` until every sampled anchor has its row.
+
+    Args: backend, the `reference` or `fast` package; target, as for `paths.walk`; prompts, list of
+        `EncodedPrompt`; design; records, an open `RecordFile`; special_ids, ids that disqualify a block.
+    """
+    answers = write_answers(backend, target, prompts, design, records, quiet)
+    anchors = plan(prompts, answers, design, special_ids)
+    done = {(row["prompt"], row["position"]) for row in records.rows if row["kind"] == "anchor"}
+    if not any(row["kind"] == "plan" for row in records.rows):
+        records.append(describe(prompts, answers, anchors, design, special_ids))
+    tokens = {prompt.id: prompt.tokens for prompt in prompts}
+    bar = tqdm(anchors, desc="anchors", unit="anchor", disable=quiet)
+    for anchor in bar:
+        if (anchor.prompt, anchor.position) not in done:
+            prefix = tokens[anchor.prompt] + tuple(answers[anchor.prompt]["tokens"][: anchor.position])
+            uniforms = path_uniforms(design, anchor)
+            floors = measure_anchor(backend, target, prefix, uniforms, design)
+            records.append({"kind": "anchor", **asdict(anchor), "stratum": list(anchor.stratum), **floors})
+        bar.set_postfix_str(_running(records.rows), refresh=False)
+
+
+def write_answers(backend, target, prompts, design, records, quiet=False):
+    """Have the target answer every prompt: {prompt id: answer row}.  Whole batches, in order, are repeatable."""
+    found = {row["prompt"]: row for row in records.rows if row["kind"] == "answer"}
+    for prompt in prompts:
+        if prompt.id in found and tuple(found[prompt.id]["prompt_tokens"]) != prompt.tokens:
+            raise RecordError(
+                f"prompt {prompt.id} now encodes to other tokens than in {records.path}; use another --out"
+            )
+    bar = tqdm(total=len(prompts), desc="answers", unit="answer", disable=quiet)
+    for start in range(0, len(prompts), ANSWERS_AT_ONCE):
+        batch = prompts[start : start + ANSWERS_AT_ONCE]
+        if any(prompt.id not in found for prompt in batch):
+            uniforms = np.stack([random(design.seed, "answer", p.id, size=design.answer_tokens) for p in batch])
+            written = backend.write_answers(target, [p.tokens for p in batch], uniforms, design.law)
+            for prompt, answer in zip(batch, written, strict=True):
+                if prompt.id not in found:
+                    found[prompt.id] = {
+                        "kind": "answer", "prompt": prompt.id, "domain": prompt.domain, "stopped": answer.stopped,
+                        "prompt_tokens": list(prompt.tokens), "tokens": list(answer.tokens),
+                    }  # fmt: skip
+                    records.append(found[prompt.id])
+        bar.update(len(batch))
+    bar.close()
+    return found
+
+
+def candidates(prompts, answers, design, special_ids):
+    """Every eligible anchor of every answer, by domain: {domain: [Anchor]}."""
+    population = {prompt.domain: [] for prompt in prompts}
+    for prompt in prompts:
+        answer = answers[prompt.id]
+        length = len(answer["tokens"])
+        for t in eligible(answer["tokens"], design.gamma, special_ids, answer["stopped"]):
+            context = len(prompt.tokens) + t
+            population[prompt.domain].append(Anchor(prompt.domain, prompt.id, t, context, stratum(context, t, length)))
+    return population
+
+
+def plan(prompts, answers, design, special_ids):
+    """The anchors to measure, all domains mixed in random order, so that a part of the run is a random part."""
+    drawn = []
+    for domain, population in candidates(prompts, answers, design, special_ids).items():
+        drawn += sample_anchors(population, design.anchors, seed_of(design.seed, "anchors", domain))
+    order = np.random.default_rng(seed_of(design.seed, "order")).permutation(len(drawn))
+    return [drawn[i] for i in order]
+
+
+def describe(prompts, answers, anchors, design, special_ids):
+    """The plan as a row: per domain how many prompts, cut answers, eligible positions and sampled anchors."""
+    domains = {}
+    for domain, population in candidates(prompts, answers, design, special_ids).items():
+        mine = [answers[p.id] for p in prompts if p.domain == domain]
+        domains[domain] = {
+            "prompts": len(mine), "cut_answers": sum(not a["stopped"] for a in mine),
+            "answer_tokens": sum(len(a["tokens"]) for a in mine), "eligible": len(population),
+            "anchors": sum(a.domain == domain for a in anchors),
+        }  # fmt: skip
+    return {"kind": "plan", "domains": domains}
+
+
+def measure_anchor(backend, target, prefix, uniforms, design):
+    """Floors of one anchor: lists over slots, None where fewer than two paths are alive.
+
+    Returns: {"alive": shares, "distinct": prefixes, "order0": {...}, "order1": {...}} with every field of `Floor`.
+    """
+    alive, distinct = [0.0] * design.gamma, [0] * design.gamma
+    floors = {f"order{m}": {} for m in ORDERS}
+    for slot in backend.walk(target, prefix, design.gamma, uniforms, design.law):
+        alive[slot.index], distinct[slot.index] = slot.alive, len(slot.rows)
+        if slot.alive * design.paths >= 1.5:
+            for m in ORDERS:
+                for name, value in asdict(backend.floor(slot, m)).items():
+                    floors[f"order{m}"].setdefault(name, [None] * design.gamma)[slot.index] = value
+    return {"alive": alive, "distinct": distinct, **floors}
+
+
+def path_uniforms(design, anchor):
+    """The uniforms [M, gamma] of an anchor's paths: a longer or wider run starts with the same numbers."""
+    name = f"{anchor.prompt}\0{anchor.position}"
+    return np.stack([random(design.seed, "paths", name, k, size=design.paths) for k in range(design.gamma)], axis=1)
+
+
+def random(*parts, size):
+    """Uniforms in [0, 1) that depend on the parts alone."""
+    return np.random.default_rng(seed_of(*parts)).random(size)
+
+
+def seed_of(*parts):
+    """A 256-bit seed from any parts, by SHA-256 of their texts."""
+    return int.from_bytes(hashlib.sha256("\0".join(map(str, parts)).encode()).digest(), "big")
+
+
+def _running(rows):
+    """Mean plug-in floors at the last slot so far, for the progress bar."""
+    rows = [row for row in rows if row["kind"] == "anchor"]
+    parts = []
+    for m in ORDERS:
+        values = [row[f"order{m}"]["fit"][-1] for row in rows if row[f"order{m}"]]
+        values = [v for v in values if v is not None]
+        if values:
+            parts.append(f"T{m}[last]={np.mean(values):.3f}")
+    return " ".join(parts)

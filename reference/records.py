@@ -1,0 +1,136 @@
+"""The record file behind every number: JSON lines, append-only, resumable.
+
+The first line is the provenance: everything that, if it changed, would make later lines mean something else.
+Each further line is one finished piece of work, on disk before the next one starts.  A killed run leaves at
+most one half-written last line, which is dropped; the same command then carries on where it stopped.
+
+Tests: `tests/test_records.py`.
+"""
+
+import json
+import os
+from pathlib import Path
+
+
+class RecordError(ValueError):
+    """A record file that cannot be used as asked; the message says why and what to do."""
+
+
+class RecordFile:
+    """A record file opened for writing, new or resumed.
+
+    Args: path; provenance, a JSON-able dict.
+    Attributes: rows, the finished rows so far; notes, what was repaired on opening.
+    Raises: RecordError if another process writes the file, if its provenance differs (naming the field), or if
+        a line other than the last is broken.
+    """
+
+    def __init__(self, path, provenance):
+        self.path, self.rows, self.notes = Path(path), [], []
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(self.path, "a+b")  # noqa: SIM115 - closed by close()
+        try:
+            _lock(self._file, self.path)
+            self._repair()
+            self._file.seek(0)
+            lines = self._file.read()
+            if lines:
+                found, self.rows = parse(lines, self.path)
+                _check_same(found, json.loads(_line({"kind": "provenance", **provenance})), self.path)
+            else:
+                self._write({"kind": "provenance", **provenance})
+        except BaseException:
+            self._file.close()
+            raise
+
+    def append(self, row):
+        """Write one finished row and put it on disk.  NaN and infinity are refused: absent values are None."""
+        self._write(row)
+        self.rows.append(row)
+
+    def close(self):
+        """Release the file (and its lock)."""
+        self._file.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def _write(self, row):
+        self._file.write(_line(row))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def _repair(self):
+        """Cut off a last line without its line break: the run was stopped while writing it."""
+        self._file.seek(0)
+        whole, _, fragment = self._file.read().rpartition(b"\n")
+        if fragment:
+            self._file.truncate(len(whole) + 1 if whole else 0)
+            self.notes.append(f"{self.path}: dropped a half-written last line of {len(fragment)} bytes")
+
+
+def read(path):
+    """Read a record file without writing: (provenance, rows).  A half-written last line is left out."""
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise RecordError(f"{path}: {error.strerror}") from None
+    whole, newline, _ = data.rpartition(b"\n")
+    if not newline:
+        raise RecordError(f"{path} holds no finished line: it is not a record file, or its run never started")
+    return parse(whole + newline, path)
+
+
+def parse(data, path):
+    """Whole lines of a record file: (provenance, rows); RecordError with the line number for a broken one."""
+    rows = []
+    for number, line in enumerate(data.splitlines(), start=1):
+        try:
+            row = json.loads(line, parse_constant=_no_constant)
+        except ValueError as error:
+            raise RecordError(
+                f"{path}, line {number}: broken record ({error}); restore the file or start a new one"
+            ) from None
+        if not isinstance(row, dict) or (row.get("kind") == "provenance") != (number == 1):
+            raise RecordError(f"{path}, line {number}: not a record file (provenance first, then one object a line)")
+        rows.append(row)
+    return rows[0], rows[1:]
+
+
+def _line(row):
+    try:
+        return json.dumps(row, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+    except ValueError:
+        raise RecordError(f"refused to record NaN or infinity (absent values are None): {row}") from None
+
+
+def _no_constant(name):
+    raise ValueError(f"{name} is not strict JSON")
+
+
+def _check_same(found, wanted, path):
+    for key in sorted({*found, *wanted}):
+        if found.get(key) != wanted.get(key):
+            raise RecordError(
+                f"{path} was written with another {key} ({found.get(key)!r}, now {wanted.get(key)!r}); "
+                "use the same settings to resume, or another --out to start afresh"
+            )
+
+
+def _lock(file, path):
+    """Take the only writer's lock, which the system drops when the process ends, however it ends."""
+    try:
+        try:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except ImportError:  # Windows
+            import msvcrt
+
+            file.seek(0)
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+    except OSError:
+        raise RecordError(f"{path} is being written by another process; wait for it or use another --out") from None

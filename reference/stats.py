@@ -1,0 +1,165 @@
+"""From anchors to numbers: which positions are measured, how they are weighted, how sure the answer is.
+
+The population is every eligible position of every answer the target wrote.  It is split into strata (context
+length x relative position), each stratum is sampled without replacement, and every mean is a Hajek mean
+
+    sum_i y_i / pi_i  /  sum_i 1 / pi_i
+
+with pi_i the probability that anchor i was measured, over all sampling stages (paper App. B.2).  Anchors of one
+prompt share their text, so intervals resample prompts, never anchors.
+
+Everything here is NumPy and used by both backends.  Tests: `tests/test_stats.py`.
+"""
+
+import warnings
+from collections import defaultdict
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+CONTEXT_EDGES = (512, 2048, 4096, 8192, 16384)  # tokens before the anchor
+POSITION_EDGES = (1 / 3, 2 / 3)  # of the answer
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """A position inside an answer: its prefix is the prompt and the answer's first `position` tokens.
+
+    `context` counts the tokens of that prefix; `stratum` is (context bucket, position bin); `inclusion` is the
+    probability that the design measures it.
+    """
+
+    domain: str
+    prompt: str
+    position: int
+    context: int
+    stratum: tuple[int, int]
+    inclusion: float = 1.0
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate with the 2.5th and 97.5th percentiles of its prompt bootstrap; floats, or arrays alike."""
+
+    value: float
+    low: float
+    high: float
+
+
+def eligible(answer, gamma, special_ids, stopped=True):
+    """Positions t of an answer that can be anchors: the block answer[t : t + gamma] is whole and ordinary.
+
+    An answer cut by the length cap (`stopped` False) loses its last gamma candidates, whose blocks are censored;
+    a block that holds a special token is dropped (App. B.2).
+
+    Args: answer, token ids without the stop id; special_ids, set of ids.  Returns: list of int.
+    """
+    usable = len(answer) - gamma - (0 if stopped else gamma)
+    special = [token in special_ids for token in answer]
+    return [t for t in range(usable + 1) if not any(special[t : t + gamma])]
+
+
+def stratum(context, position, length):
+    """(context bucket, position bin) of an anchor `position` tokens into an answer of `length` tokens."""
+    return (
+        int(np.searchsorted(CONTEXT_EDGES, context, side="right")),
+        int(np.searchsorted(POSITION_EDGES, position / max(1, length), side="right")),
+    )
+
+
+def sample_anchors(population, budget, seed):
+    """Draw about `budget` anchors of one domain, stratified, with their inclusion probabilities (App. B.2).
+
+    Every populated stratum gets floor(budget / strata) places, at least one, filled by simple random sampling
+    without replacement: pi = n_s / N_s.  Places a small stratum cannot fill are not given to others.  If there
+    are more strata than places, a second stage keeps `budget` of the drawn anchors and pi shrinks accordingly.
+
+    Args: population, list of `Anchor`; budget >= 1; seed, int.
+    Returns: list of `Anchor` in random order, so that any first part of it is a random subsample.
+    """
+    if budget < 1:
+        raise ValueError(f"the budget must be at least one anchor, got {budget}")
+    rng = np.random.default_rng(seed)
+    strata = defaultdict(list)
+    for anchor in population:
+        strata[anchor.stratum].append(anchor)
+    places = max(1, budget // max(1, len(strata)))
+    drawn = []
+    for key in sorted(strata):
+        cell = strata[key]
+        n = min(places, len(cell))
+        drawn += [replace(cell[i], inclusion=n / len(cell)) for i in rng.choice(len(cell), n, replace=False)]
+    return subsample([drawn[i] for i in rng.permutation(len(drawn))], budget)
+
+
+def subsample(anchors, count):
+    """The first `count` of randomly ordered anchors, as a further sampling stage: pi x count / how many there are."""
+    if count >= len(anchors):
+        return list(anchors)
+    return [replace(a, inclusion=a.inclusion * count / len(anchors)) for a in anchors[:count]]
+
+
+def hajek(values, inclusion):
+    """Hajek mean sum(y / pi) / sum(1 / pi) over axis 0 (App. B.2).
+
+    Args: values [N, ...]; inclusion [N] in (0, 1].  NaN marks an absent value and takes no part.
+    Returns: float or [...]; NaN where every value is absent.
+    """
+    numerator, denominator = hajek_sums(values, inclusion)
+    return _ratio(numerator.sum(axis=0), denominator.sum(axis=0))[()]
+
+
+def hajek_sums(values, inclusion):
+    """Each anchor's part (y / pi, 1 / pi) in a Hajek mean: two arrays [N, ...], zero where y is NaN."""
+    values, inclusion = np.asarray(values, dtype=np.float64), np.asarray(inclusion, dtype=np.float64)
+    if not ((inclusion > 0) & (inclusion <= 1)).all():
+        raise ValueError("inclusion probabilities must lie in (0, 1]")
+    weight = (1 / inclusion).reshape(-1, *[1] * (values.ndim - 1))
+    present = ~np.isnan(values)
+    return np.where(present, values, 0) * weight, present * weight
+
+
+def prompt_bootstrap(numerator, denominator, prompts, *, strata=None, replicates=10_000, seed=20260818):
+    """A ratio of sums over anchors with its 95% prompt-bootstrap interval (App. B.2).
+
+    Statistic: sum(numerator) / sum(denominator), column by column - a Hajek mean with the two arrays of
+    `hajek_sums`, a ratio of Hajek means with two numerators.  With `strata` the statistic is the mean over the
+    strata of each one's ratio, and prompts are resampled within their stratum (equal-domain means).
+
+    Whole prompts are drawn with replacement; how often each is drawn is a multinomial count, so all replicates
+    are one product of a [replicates, prompts] matrix of counts with the per-prompt sums.
+
+    Args: numerator, denominator [N, ...]; prompts, N labels; strata, N labels or None.
+    Returns: `Interval` of floats or arrays [...]; NaN where a denominator is zero.
+    """
+    numerator, denominator = (np.asarray(a, dtype=np.float64) for a in (numerator, denominator))
+    shape = numerator.shape[1:]
+    rng = np.random.default_rng(seed)
+    labels = np.zeros(len(numerator), dtype=int) if strata is None else np.unique(strata, return_inverse=True)[1]
+    values, draws = [], []
+    for part in range(labels.max() + 1):
+        here = labels == part
+        _, prompt = np.unique(np.asarray(prompts)[here], return_inverse=True)
+        count = prompt.max() + 1
+        num, den = (np.zeros((count, int(np.prod(shape)))) for _ in range(2))
+        np.add.at(num, prompt, numerator[here].reshape(here.sum(), -1))
+        np.add.at(den, prompt, denominator[here].reshape(here.sum(), -1))
+        times = rng.multinomial(count, np.full(count, 1 / count), size=replicates).astype(np.float64)
+        values.append(_ratio(num.sum(axis=0), den.sum(axis=0)))
+        draws.append(_ratio(times @ num, times @ den))
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # a column without any value
+        low, high = np.nanpercentile(np.mean(draws, axis=0), [2.5, 97.5], axis=0)
+    return Interval(*(np.reshape(a, shape)[()] for a in (np.mean(values, axis=0), low, high)))
+
+
+def _ratio(numerator, denominator):
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.where(denominator > 0, numerator / denominator, np.nan)
+
+
+def weighted_quantile(values, weights, q):
+    """Smallest value whose cumulative weight share reaches q (1, 2, 3 with weights 1, 1, 2 has median 2)."""
+    values, weights = np.asarray(values, dtype=np.float64), np.asarray(weights, dtype=np.float64)
+    order = np.argsort(values, kind="stable")
+    share = np.cumsum(weights[order]) / weights.sum()
+    return float(values[order][min(np.searchsorted(share, q - 1e-12), len(order) - 1)])
