@@ -2,8 +2,9 @@
 
 Twin: `reference/distance.py`, where the barycentre is derived.  Here the critical level is searched for: a slab
 of columns is sorted, with the cumulative weights beside the values, and the proposals at several levels are then
-binary searches in each column.  Whole weights (numbers of paths) have whole levels, so the search ends exactly;
-a sample of the columns says where to begin, so that one pass over all of them usually suffices.
+binary searches in each column.  Whole weights (numbers of paths) have whole levels, so the search ends exactly
+(other levels are told apart to 1e-12 in float64, 1e-6 in float32); a sample of the columns says where to begin,
+so that one pass over all of them usually suffices.
 """
 
 import sys
@@ -35,8 +36,7 @@ def barycentre(rows, weights=None):
     Raises: ValueError naming the row that is no distribution, or the bad weight.
     """
     rows, weights = distributions(rows), _weights(weights, rows)
-    if weights.ndim == 1:
-        return barycentre(rows, weights[None])[0]
+    one, weights = weights.ndim == 1, weights.view(-1, len(rows))
     heaviest = weights.argmax(dim=1)
     sure = weights.amax(dim=1) > weights.sum(dim=1) / 2  # it is the weighted median of every coordinate at once
     q = rows[heaviest]
@@ -46,7 +46,7 @@ def barycentre(rows, weights=None):
         kept = rows if len(used) == rows.shape[1] else rows[:, used]
         for i in (~sure).nonzero()[:, 0]:
             q[i, used] = _solve(kept, weights[i]).to(q.dtype)
-    return q
+    return q[0] if one else q
 
 
 def barycentre_risk(rows, q, weights=None):
@@ -77,7 +77,7 @@ def _solve(rows, weights):
     """The barycentre of rows [U, V] under weights [U]: [V]."""
     whole = bool((weights == weights.round()).all() and weights.sum() < 2**24)
     weights = weights if whole else weights / weights.sum()
-    resolution = 1.0 if whole else 1e-15 if rows.dtype == torch.float64 else 1e-8
+    resolution = 1.0 if whole else 1e-12 if rows.dtype == torch.float64 else 1e-6
     total, columns = float(weights.sum()), rows.shape[1]
     levels = _between(-resolution, total, resolution)
     if columns > 100 * SAMPLE:  # where to look: the heaviest columns, and every so many of the others
@@ -85,7 +85,7 @@ def _solve(rows, weights):
         heavy[rows.amax(dim=0).topk(columns // SAMPLE).indices] = True
         sample = torch.cat([heavy.nonzero()[:, 0], (~heavy).nonzero()[::SAMPLE, 0]])
         guess, _ = _search(rows[:, sample], weights, torch.where(heavy[sample], 1, SAMPLE), levels, resolution)
-        near = torch.tensor([-2, -1, 0, 1] if whole else [-1e-2, -1e-4, -1e-6, 1e-6, 1e-4, 1e-2])
+        near = torch.tensor([-2, -1, 0, 1] if whole else [-1e-2, -1e-3, -1e-4, 1e-4, 1e-3, 1e-2])
         levels = (guess + near).clamp(-resolution, total)
     return _search(rows, weights, None, levels, resolution)[1]
 

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from fast.distance import barycentre, barycentre_risk
-from reference.floors import Floor, cells_of, half_weights, summarise
+from reference.floors import Floor, cells_of, count_paths, halve_paths, summarise
 
 __all__ = ["Floor", "floor"]
 
@@ -15,13 +15,12 @@ def floor(slot, order=0):
     Args: slot, a `Slot` with a tensor of rows; order m.  Returns: `Floor`.
     """
     cells = cells_of(slot, order)
-    halves = half_weights(slot, cells)
-    total = slot.weight.sum()
+    weights, halves = count_paths(slot), halve_paths(slot, cells)
     fit = held_out = split = splittable = 0.0
     for cell in range(cells.max() + 1):
         here = (cells == cell).nonzero()[0]
         rows = slot.rows if len(here) == len(cells) else slot.rows[torch.from_numpy(here).to(slot.rows.device)]
-        weight, (even, odd) = slot.weight[here], halves[:, here]
+        weight, (even, odd) = weights[here], halves[:, here]
         if not (even.any() and odd.any()):
             fit += weight.sum() * barycentre_risk(rows, barycentre(rows, weight), weight)
             continue
@@ -31,4 +30,6 @@ def floor(slot, order=0):
         splittable += weight.sum()
         held_out += even.sum() * even_risk + odd.sum() * odd_risk
         split += weight.sum() * odd_risk
-    return summarise(slot, order, float(fit / total), held_out, split, splittable)
+    if splittable:
+        held_out, split = float(held_out / splittable), float(split / splittable)
+    return summarise(slot, order, float(fit / weights.sum()), held_out, split, splittable / weights.sum())

@@ -52,8 +52,10 @@ def barycentre(rows, weights=None):
     Raises: ValueError naming the row that is no distribution, or the bad weight.
     """
     rows, weights = distributions(rows), _weights(weights, len(rows))
-    if weights.ndim == 2:
-        return np.stack([barycentre(rows, w) for w in weights])
+    return np.stack([_solve(rows, w) for w in weights]) if weights.ndim == 2 else _solve(rows, weights)
+
+
+def _solve(rows, weights):
     total = weights.sum()
     heaviest = weights.argmax()
     if weights[heaviest] > total / 2:  # it is the weighted median of every coordinate at once

@@ -51,12 +51,11 @@ def floor(slot, order=0):
     Returns: `Floor`.  From order k on the cell is the whole prefix and every estimate is exactly 0.
     """
     cells = cells_of(slot, order)
-    halves = half_weights(slot, cells)
-    total = slot.weight.sum()
+    weights, halves = count_paths(slot), halve_paths(slot, cells)
     fit = held_out = split = splittable = 0.0
     for cell in range(cells.max() + 1):
         here = cells == cell
-        rows, weight = slot.rows[here], slot.weight[here]
+        rows, weight = slot.rows[here], weights[here]
         fit += weight.sum() * barycentre_risk(rows, barycentre(rows, weight), weight)
         even, odd = halves[:, here]
         if even.any() and odd.any():
@@ -65,7 +64,9 @@ def floor(slot, order=0):
             splittable += weight.sum()
             held_out += even.sum() * even_risk + odd.sum() * odd_risk
             split += weight.sum() * odd_risk
-    return summarise(slot, order, float(fit / total), held_out, split, splittable)
+    if splittable:
+        held_out, split = float(held_out / splittable), float(split / splittable)
+    return summarise(slot, order, float(fit / weights.sum()), held_out, split, splittable / weights.sum())
 
 
 def cells_of(slot, order):
@@ -75,8 +76,15 @@ def cells_of(slot, order):
     return np.unique(slot.history(min(order, slot.index)), axis=0, return_inverse=True)[1].ravel()
 
 
-def half_weights(slot, cells):
-    """Alternate each cell's paths between two halves and count: share of the M paths, float [2, U].
+def count_paths(slot):
+    """Weights of the prefixes: how many paths are on each (whole numbers), or their probabilities if enumerated."""
+    if slot.path_node is None:
+        return slot.weight
+    return np.bincount(slot.path_node[slot.path_node >= 0], minlength=len(slot.rows)).astype(np.float64)
+
+
+def halve_paths(slot, cells):
+    """Alternate each cell's paths between two halves: how many are on each prefix, float [2, U].
 
     Zero everywhere when the slot was enumerated and there are no paths to split.
     """
@@ -85,18 +93,16 @@ def half_weights(slot, cells):
         node = slot.path_node[slot.path_node >= 0]
         node = node[np.argsort(cells[node], kind="stable")]  # cell by cell, in path order
         rank = np.arange(len(node)) - np.searchsorted(cells[node], cells[node])
-        np.add.at(halves, (rank % 2, node), 1 / len(slot.path_node))
+        np.add.at(halves, (rank % 2, node), 1)
     return halves
 
 
-def summarise(slot, order, fit, held_out, split, splittable):
-    """Assemble a `Floor` from sums over the splittable cells (their mass, and risks times mass)."""
-    total = slot.weight.sum()
+def summarise(slot, order, fit, held_out, split, covered):
+    """Assemble a `Floor`: held_out and split count if `covered`, the share of splittable cells, is positive."""
     if order >= slot.index:  # identity T_k^(k) = 0: nothing is left to condition on, split or not
         held_out, split, covered = fit, fit, slot.covered
-    elif splittable:
-        held_out, split, covered = float(held_out / splittable), float(split / splittable), float(splittable / total)
-    else:
+    elif not covered:
         held_out, split, covered = None, None, slot.covered if slot.path_node is None else 0.0
+    covered = float(covered)
     lower = covered * (fit if held_out is None else held_out)
     return Floor(fit, held_out, split, lower, lower + (1 - covered), covered, len(slot.rows))
