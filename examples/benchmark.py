@@ -48,8 +48,16 @@ def main():
         report(rows[-1])
     rows.append(memory_row())
     report(rows[-1])
-    conditions = {"cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads(), "torch": torch.__version__}
-    print(json.dumps({"target": str(options.target), "M": M, "gamma": GAMMA, "seed": options.seed, **conditions, "rows": rows}))
+    conditions = {
+        "cpu": platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+    print(
+        json.dumps(
+            {"target": str(options.target), "M": M, "gamma": GAMMA, "seed": options.seed, **conditions, "rows": rows}
+        )
+    )
 
 
 def report(row):
@@ -67,7 +75,9 @@ def walk_row(folder, dtype, length, peer, options):
     for i, prefix in enumerate(prefixes(folder, length, options)):
         uniforms = np.random.default_rng([options.seed, i]).random((M, GAMMA))
         check(target, model, prefix, uniforms, dtype)
-        ours.append(clock(lambda: [distinct.append(len(slot.rows)) for slot in fast.walk(target, prefix, GAMMA, uniforms)]))
+        ours.append(
+            clock(lambda: [distinct.append(len(slot.rows)) for slot in fast.walk(target, prefix, GAMMA, uniforms)])
+        )
         theirs.append(clock(lambda: [rows.shape for rows in peer(model, prefix, uniforms)], repeats=1))
     return {
         "work": f"walk, {length}-token prefix, {dtype}",
@@ -125,7 +135,9 @@ def check(target, model, prefix, uniforms, dtype):
     few = uniforms[:16]
     slots = list(fast.walk(target, prefix, GAMMA, few))
     peer = repeat_cache(model, prefix, few, [slot.drawn for slot in slots])
-    worst = max(float((slot.rows[slot.path_node] - rows).abs().sum(1).max()) / 2 for slot, rows in zip(slots, peer, strict=True))
+    worst = max(
+        float((slot.rows[slot.path_node] - rows).abs().sum(1).max()) / 2 for slot, rows in zip(slots, peer, strict=True)
+    )
     if worst > (1e-3 if dtype == "float32" else 0.2):
         sys.exit(f"error: rows differ from transformers by TV {worst}; no timing without agreement")
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from reference.records import RecordError, read
-from reference.stats import hajek_sums, prompt_bootstrap
+from reference.stats import equal_domains, hajek_sums, prompt_bootstrap
 
 # name in the summary: (floor, field of its record)
 COLUMNS = {
@@ -64,7 +64,7 @@ def summarise(provenance, rows, *, replicates=10_000):
         mine = {name: column[here] for name, column in values.items()}
         groups[domain] = _group(mine, inclusion[here], prompts[here], None, replicates)
     groups["pooled"] = _group(values, inclusion, prompts, None, replicates)
-    groups["equal-domain"] = _group(values, inclusion, prompts, domains, replicates)
+    groups["equal-domain"] = _group(values, equal_domains(inclusion, domains), prompts, domains, replicates)
     return {
         "provenance": {k: v for k, v in provenance.items() if k != "kind"},
         "plan": plan,

@@ -50,7 +50,8 @@ def chains(draw, max_vocab=4):
     """A Markov chain of order 0 to 2 with some zero entries, and perhaps a stop id."""
     vocab, order = draw(st.integers(2, max_vocab)), draw(st.integers(0, 2))
     table = np.array(
-        draw(st.lists(st.integers(0, 4), min_size=vocab ** (order + 1), max_size=vocab ** (order + 1))), dtype=np.float64
+        draw(st.lists(st.integers(0, 4), min_size=vocab ** (order + 1), max_size=vocab ** (order + 1))),
+        dtype=np.float64,
     ).reshape((vocab,) * (order + 1))
     table[table.sum(axis=-1) == 0] = 1
     stop_ids = draw(st.sampled_from([(), (vocab - 1,)]))

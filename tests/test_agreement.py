@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-import torch
-
 from tests.agreement import TOLERANCES, assert_agree
+
+torch = pytest.importorskip("torch")
 
 
 @pytest.mark.parametrize("kind", TOLERANCES)

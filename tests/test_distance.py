@@ -165,7 +165,9 @@ def test_backends_agree(family):
     q = barycentre(rows, weights)
     mine = fast.barycentre(torch.from_numpy(rows), weights)
     assert_agree(mine, q, "float64")
-    assert_agree(fast.barycentre_risk(torch.from_numpy(rows), mine, weights), barycentre_risk(rows, q, weights), "float64")
+    assert_agree(
+        fast.barycentre_risk(torch.from_numpy(rows), mine, weights), barycentre_risk(rows, q, weights), "float64"
+    )
     single = torch.from_numpy(rows).float()
     mine = fast.barycentre(single, weights)
     assert_agree(fast.barycentre_risk(single, mine, weights), barycentre_risk(rows, q, weights), "float32")

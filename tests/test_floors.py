@@ -19,7 +19,9 @@ def slot_of(ones, predecessors, index=2):
     n = len(ones)
     rows = np.stack([1 - np.array(ones), np.array(ones)], axis=1)
     past = np.stack([np.arange(n), np.array(predecessors)], axis=1)  # the token before tells the paths apart
-    return Slot(index, np.arange(n), past[:, 1], np.full(n, 1 / n), rows, past, 1.0, 1.0, np.arange(n), np.zeros(n, int))
+    return Slot(
+        index, np.arange(n), past[:, 1], np.full(n, 1 / n), rows, past, 1.0, 1.0, np.arange(n), np.zeros(n, int)
+    )
 
 
 def tensors(slot, dtype="float64"):

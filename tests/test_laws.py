@@ -151,7 +151,9 @@ def test_more_categories_than_float32_can_count(draw):
 
 
 @both("draw")
-@pytest.mark.parametrize(("row", "uniform"), [([0.5, 0.5], 1.0), ([0.5, 0.5], -0.1), ([0.0, 0.0], 0.5), ([np.nan, 1.0], 0.5)])
+@pytest.mark.parametrize(
+    ("row", "uniform"), [([0.5, 0.5], 1.0), ([0.5, 0.5], -0.1), ([0.0, 0.0], 0.5), ([np.nan, 1.0], 0.5)]
+)
 def test_draws_from_nothing_are_refused(draw, row, uniform):
     with pytest.raises(ValueError):
         draw(np.array([row]), np.array([uniform]))

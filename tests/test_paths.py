@@ -72,7 +72,9 @@ def test_stops():
     uniforms = np.array([[0.1, 0.1, 0.1], [0.1, 0.9, 0.1], [0.9, 0.1, 0.1], [0.9, 0.9, 0.9]])
     slots = list(walk(target, [0], 3, uniforms))
     assert [slot.alive for slot in slots] == [1.0, 0.5, 0.25]
-    assert_agree(np.stack([slot.drawn for slot in slots]), np.array([[0, 0, 1, 1], [0, 1, -1, -1], [0, -1, -1, -1]]), "exact")
+    assert_agree(
+        np.stack([slot.drawn for slot in slots]), np.array([[0, 0, 1, 1], [0, 1, -1, -1], [0, -1, -1, -1]]), "exact"
+    )
     assert len(list(walk(target, [0], 3, uniforms[2:]))) == 1
     assert [slot.weight.sum() for slot in slots] == [1.0, 0.5, 0.25]
 

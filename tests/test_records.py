@@ -104,7 +104,7 @@ def test_a_last_line_without_its_line_break_counts_as_half_written(path):
 
 def test_a_fragment_of_the_provenance_line_starts_the_file_again(path):  # J3 (b)
     (line,) = write(path, rows=[])
-    for cut in range(len(line)):
+    for cut in (*range(0, len(line), 23), line.index(b"\xc3") + 1, len(line) - 1):
         path.write_bytes(line[:cut])
         with pytest.raises(RecordError, match="no finished line"):
             read(path)
@@ -160,7 +160,7 @@ def test_a_file_with_other_settings_is_refused_with_both_values(path, key, value
     assert path.read_bytes() == whole
 
 
-@pytest.mark.parametrize(("key", "value"), OTHER_SETTINGS)
+@pytest.mark.parametrize(("key", "value"), [("design.seed", 31), ("design.law.top_p", 0.8), ("revision", "b" * 40)])
 def test_the_refusal_names_only_the_field_that_differs(path, key, value):
     # finds a bug: a change inside the design prints the whole old and new design, and the reader looks for the field
     write(path)

@@ -63,7 +63,9 @@ def test_estimated_floors_approach_the_exact_ones():
             assert abs(estimate.held_out - truth) <= allowed
 
 
-@pytest.mark.parametrize("table", [np.ones((2, 3)), np.array([[0.5, 0.4], [0.5, 0.5]]), np.array([[1.5, -0.5], [0.5, 0.5]])])
+@pytest.mark.parametrize(
+    "table", [np.ones((2, 3)), np.array([[0.5, 0.4], [0.5, 0.5]]), np.array([[1.5, -0.5], [0.5, 0.5]])]
+)
 def test_a_table_that_is_no_chain_is_refused(table):
     with pytest.raises(ValueError, match="chain"):
         toy.markov_chain(table)
@@ -72,5 +74,7 @@ def test_a_table_that_is_no_chain_is_refused(table):
 def test_random_tables_are_repeatable():
     one, two = (toy.random_table(5, 3, seed=7) for _ in range(2))
     assert_agree(one.next_token((1, 2, 3)), two.next_token((1, 2, 3)), "exact")
-    assert_agree(one.next_token((4, 1, 2, 3)), two.next_token((0, 1, 2, 3)), "exact")  # depth 3: older tokens are forgotten
+    assert_agree(
+        one.next_token((4, 1, 2, 3)), two.next_token((0, 1, 2, 3)), "exact"
+    )  # depth 3: older tokens are forgotten
     assert (one.next_token((1, 2, 3)) != one.next_token((1, 2, 4))).any()
