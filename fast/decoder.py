@@ -227,11 +227,10 @@ class Decoder(nn.Module):
         def attend(layer, q, k, v):
             cache.node_keys[layer, new], cache.node_values[layer, new] = k, v
             keys, values = cache.keys[layer, 0, :, :length], cache.values[layer, 0, :, :length]
-            at_once = max(1, SCORES // (q.shape[1] * length))
-            return torch.cat([
-                attend_tree(q[i], keys, values, cache.node_keys[layer, path[i]], cache.node_values[layer, path[i]], missing[i])
-                for i in torch.arange(len(q), device=q.device).split(at_once)
-            ])  # fmt: skip
+            at_once = max(1, SCORES // (q.shape[1] * length))  # nodes
+            parts = zip(q.split(at_once), path.split(at_once), missing.split(at_once), strict=True)
+            node_keys, node_values = cache.node_keys[layer], cache.node_values[layer]
+            return torch.cat([attend_tree(q, keys, values, node_keys[i], node_values[i], gap) for q, i, gap in parts])
 
         return self.read_out(self.forward(tokens, positions, attend)[:count])
 

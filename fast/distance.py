@@ -9,7 +9,6 @@ so that one pass over all of them usually suffices.
 
 import sys
 
-import numpy as np
 import torch
 
 SLAB = 2**17  # entries sorted at a time, to stay in cache

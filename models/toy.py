@@ -77,7 +77,7 @@ def markov_chain(table: np.ndarray, stop_ids: Sequence[int] = ()) -> ToyTarget:
     order, vocab_size = table.ndim - 1, table.shape[-1]
     if any(size != vocab_size for size in table.shape) or order < 0:
         raise ValueError(f"a chain's table is [V] * order + [V], got {table.shape}")
-    if not np.allclose(table.sum(axis=-1), 1) or (table < 0).any():
+    if (abs(table.sum(axis=-1) - 1) > 1e-9).any() or (table < 0).any():
         raise ValueError("every row of a chain's table must be a distribution")
     return ToyTarget(vocab_size, lambda h: table[((0,) * order + h)[len(h) :]], stop_ids)
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from tests.agreement import TOLERANCES, assert_agree
 
 torch = pytest.importorskip("torch")

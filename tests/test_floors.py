@@ -1,6 +1,7 @@
 """Information floors: the grouped estimator's catalogue, exact identities, properties, agreement."""
 
 from dataclasses import asdict
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -90,7 +91,7 @@ def test_what_is_known_costs_nothing(chain, law, seed):
                     assert (found.lower, found.upper, found.covered) == (0.0, 0.0, 1.0)
                 elif found.held_out is not None:
                     assert found.covered * found.held_out >= found.lower - 1e-12
-            assert all(a >= b - 1e-12 for a, b in zip(fits, fits[1:], strict=False))
+            assert all(a >= b - 1e-12 for a, b in pairwise(fits))
 
 
 @given(logits(max_rows=8), seeds)

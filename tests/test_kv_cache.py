@@ -199,7 +199,5 @@ def test_padded_rows_write_to_no_live_place():
     assert_agree(cache.keys, before[0], "exact")
     assert_agree(cache.values, before[1], "exact")
     for now, then in [(cache.node_keys, before[2]), (cache.node_values, before[3])]:
-        changed = (now != then).flatten(2).any(dim=2).all(dim=0).nonzero()[:, 0]
-        assert_agree(changed, [11, 12, 13, now.shape[1] - 1], "exact")
-        untouched = [place for place in range(now.shape[1]) if place not in changed.tolist()]
-        assert_agree(now[:, untouched], then[:, untouched], "exact")
+        changed = (now != then).flatten(2).any(dim=2).any(dim=0)
+        assert_agree(changed[:-1].nonzero()[:, 0], [11, 12, 13], "exact")

@@ -177,7 +177,7 @@ def sampler_fails(sampler, seed, p=np.array([0.5, 0.3, 0.2]), n=20_000):
 
 
 def test_the_sampler_check_can_tell():
-    """Field case K1: 200 seeds pass on the right sampler; one biased by TV 0.04 is always caught (0.5 +- 0.04 is 11 sigma)."""
+    """Field case K1: 200 seeds pass on the right sampler; one biased by TV 0.04 (11 sigma) is always caught."""
     which = np.zeros(20_000, dtype=int)
     right, biased = np.array([[0.5, 0.3, 0.2]]), np.array([[0.54, 0.28, 0.18]])
     assert not any(sampler_fails(lambda u: draw(right, u, which), seed) for seed in range(200))

@@ -1,5 +1,7 @@
 """The toys' exact floors: the catalogue's chain, point masses, and a linear programme."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -38,7 +40,7 @@ def test_floors_fall_with_the_order_and_solve_the_linear_programme(chain):
             continue
         floors = [toy.exact_floor(target, (0, 0), slot, order) for order in range(slot + 1)]
         assert floors[-1] == 0
-        assert all(a >= b - 1e-12 for a, b in zip(floors, floors[1:], strict=False))
+        assert all(a >= b - 1e-12 for a, b in pairwise(floors))
         u, v = rows.shape
         q_part = np.tile(np.eye(v), (u, 1))
         best = optimize.linprog(
