@@ -1,121 +1,119 @@
-"""How fast is the walk, and how fast the barycentre, against what one would write without this project?
+"""How much faster are the walk and the barycentre than what one would write without this project?
 
-    python examples/benchmark.py --target FOLDER_OR_ID [--limit N]
+    python examples/benchmark.py --target ID_OR_FOLDER
 
-Each row is a ratio of two times taken in turn in this process, on this machine, after both sides were checked
-to agree.  Walks read full-vocabulary float32 probabilities at all gamma slots of M paths; their peers are
-`transformers` with the prefix prefilled once and its cache repeated M times, and its `generate` with
-`num_return_sequences=M`.  The barycentre's peer sorts every column of all M rows with `torch.sort`.  Needs the `test` extra.  Last line: one JSON document.
+Every ratio is taken in turn in this process, on this machine, and only after both sides were checked to agree.
+A walk reads the full-vocabulary float32 probabilities at all gamma = 7 slots of M = 256 paths, and its ratio
+depends on how many of their prefixes are distinct, so each prefix's ratio is given beside its mean number of
+distinct rows.  Its peers are `transformers` with the prefix prefilled once and its cache repeated M times, and
+`generate` with `num_return_sequences=M`.  The barycentre's peer sorts every column of all M rows.
+
+Needs the `test` extra (transformers).  Takes about 15 minutes on two cores; nothing else should run meanwhile.
+The last line is one JSON document.
 """
 
 import argparse
 import json
-import platform
+import resource
 import statistics
+import subprocess
 import sys
 import time
 import warnings
-from pathlib import Path
 
 import numpy as np
 import torch
 
 import fast
+from models import toy
 from models.checkpoint import locate
-from models.text import Text, builtin_prompts, read_prompts
+from models.text import Text
+from reference.laws import SamplingLaw
+from reference.protocol import Design, measure_anchor
 
 M, GAMMA, VOCABULARY, DISTINCT = 256, 7, 151_936, 64
+PROMPTS = (  # one of each kind; the prefix is the chat prompt and the model's own greedy answer, cut to length
+    "Tom has 17 apples and buys 25 more. How many apples does he have? Explain step by step.",
+    "Write a Python function that returns the factorial of n, with a docstring and tests.",
+    "List the days of the week and describe each one.",
+    "I want to learn to cook. Tell me how to start, step by step, in detail.",
+)
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0], formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, metavar="ID_OR_FOLDER")
-    parser.add_argument("--prefixes", type=int, default=3, help="prefixes per length (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     folder = locate(options.target).folder
-    rows = [barycentre_row(options.seed)]
-    report(rows[-1])
+    rows = []
+
+    def add(row):
+        rows.append(row)
+        print("   ".join(f"{key}: {value}" for key, value in row.items()), flush=True)
+
+    add(barycentre_row(options.seed))
+    add(memory_row())
     for dtype, length, peer in (
         ("float32", 55, repeat_cache),
         ("float32", 511, repeat_cache),
         ("float32", 55, generate),
         ("bfloat16", 511, repeat_cache),
     ):
-        rows.append(walk_row(folder, dtype, length, peer, options))
-        report(rows[-1])
-    rows.append(memory_row())
-    report(rows[-1])
-    conditions = {
-        "cpu": platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-    }
-    print(
-        json.dumps(
-            {"target": str(options.target), "M": M, "gamma": GAMMA, "seed": options.seed, **conditions, "rows": rows}
-        )
-    )
+        add(walk_row(folder, dtype, length, peer, options.seed))
+    conditions = {"threads": torch.get_num_threads(), "torch": torch.__version__, "M": M, "gamma": GAMMA}
+    print(json.dumps({"target": options.target, "seed": options.seed, **conditions, "rows": rows}))
 
 
-def report(row):
-    print("   ".join(f"{k}: {v}" for k, v in row.items()), flush=True)
-
-
-def walk_row(folder, dtype, length, peer, options):
-    """Time walks of a few prefixes of one length, ours and the peer's in turn."""
+def walk_row(folder, dtype, length, peer, seed):
+    """Walks of the prefixes of one length, ours and the peer's in turn."""
     from transformers import AutoModelForCausalLM
 
     target = fast.Decoder.load(folder, dtype=dtype)
     with warnings.catch_warnings(action="ignore"):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     ours, theirs, distinct = [], [], []
-    for i, prefix in enumerate(prefixes(folder, length, options)):
-        uniforms = np.random.default_rng([options.seed, i]).random((M, GAMMA))
+    for i, prefix in enumerate(prefixes(folder, length)):
+        uniforms = np.random.default_rng([seed, i]).random((M, GAMMA))
         check(target, model, prefix, uniforms, dtype)
-        ours.append(
-            clock(lambda: [distinct.append(len(slot.rows)) for slot in fast.walk(target, prefix, GAMMA, uniforms)])
-        )
-        theirs.append(clock(lambda: [rows.shape for rows in peer(model, prefix, uniforms)], repeats=1))
+        distinct.append(statistics.mean(len(slot.rows) for slot in fast.walk(target, prefix, GAMMA, uniforms)))
+        ours.append(seconds(fast.walk, target, prefix, GAMMA, uniforms, repeats=3))
+        theirs.append(seconds(peer, model, prefix, uniforms))
     return {
         "work": f"walk, {length}-token prefix, {dtype}",
         "peer": f"transformers, {peer.__doc__.split(':')[0]}",
         "ratio": round(sum(theirs) / sum(ours), 1),
+        "by_prefix": [round(b / a, 1) for a, b in zip(ours, theirs, strict=True)],
+        "distinct_rows": [round(n, 1) for n in distinct],
         "ours_s": round(statistics.mean(ours), 2),
         "peer_s": round(statistics.mean(theirs), 2),
-        "distinct_rows_per_slot": round(statistics.mean(distinct), 1),
     }
 
 
-def prefixes(folder, length, options):
-    """Prefixes as the protocol meets them: a chat prompt and the beginning of the model's own answer."""
-    text = Text.from_folder(folder)
-    target = fast.Decoder.load(folder, dtype="float32", stop_ids=())
-    found = []
-    for prompt in read_prompts(builtin_prompts()):
-        tokens = text.chat([{"role": "user", "content": prompt.text}])
-        if length / 4 < len(tokens) < length - 8 and len(found) < options.prefixes:
-            uniforms = np.random.default_rng([options.seed, len(tokens)]).random((1, length - len(tokens)))
-            (answer,) = fast.write_answers(target, [tokens], uniforms)
-            found.append(np.array([*tokens, *answer.tokens]))
-    return found
+def prefixes(folder, length):
+    """The prompts with the beginning of their greedy answers, as far as those are long enough."""
+    text, target = Text.from_folder(folder), fast.Decoder.load(folder)
+    for prompt in PROMPTS:
+        tokens = text.chat([{"role": "user", "content": prompt}])
+        (answer,) = fast.write_answers(target, [tokens], np.zeros((1, length - len(tokens))), SamplingLaw(0))
+        if len(tokens) + len(answer.tokens) == length:
+            yield np.array([*tokens, *answer.tokens])
 
 
 @torch.inference_mode()
 def repeat_cache(model, prefix, uniforms, drawn=None):
     """prefill once, cache repeated M times: one probability array [M, V] per slot."""
-    out = model(torch.as_tensor(prefix)[None], use_cache=True, logits_to_keep=1)
-    cache = out.past_key_values
-    cache.batch_repeat_interleave(len(uniforms))
-    logits = out.logits[:, -1].expand(len(uniforms), -1)
-    for k in range(uniforms.shape[1]):
-        probs = torch.softmax(logits.float(), dim=-1)
-        yield probs
-        if k < uniforms.shape[1] - 1:
-            tokens = torch.multinomial(probs, 1) if drawn is None else torch.as_tensor(drawn[k])[:, None]
-            logits = model(tokens, past_key_values=cache, use_cache=True).logits[:, -1]
+    with warnings.catch_warnings(action="ignore"):
+        out = model(torch.as_tensor(prefix)[None], use_cache=True, logits_to_keep=1)
+        cache = out.past_key_values
+        cache.batch_repeat_interleave(len(uniforms))
+        logits = out.logits[:, -1].expand(len(uniforms), -1)
+        for k in range(uniforms.shape[1]):
+            probs = torch.softmax(logits.float(), dim=-1)
+            yield probs
+            if k < uniforms.shape[1] - 1:
+                tokens = torch.multinomial(probs, 1) if drawn is None else torch.as_tensor(drawn[k])[:, None]
+                logits = model(tokens, past_key_values=cache, use_cache=True).logits[:, -1]
 
 
 @torch.inference_mode()
@@ -131,15 +129,15 @@ def generate(model, prefix, uniforms):
 
 
 def check(target, model, prefix, uniforms, dtype):
-    """Both sides read the same rows along the same paths, to the precision of the dtype; else stop."""
+    """Both sides read the same rows along the same paths, to the precision of the dtype; else no timing."""
     few = uniforms[:16]
     slots = list(fast.walk(target, prefix, GAMMA, few))
-    peer = repeat_cache(model, prefix, few, [slot.drawn for slot in slots])
-    worst = max(
-        float((slot.rows[slot.path_node] - rows).abs().sum(1).max()) / 2 for slot, rows in zip(slots, peer, strict=True)
-    )
-    if worst > (1e-3 if dtype == "float32" else 0.2):
-        sys.exit(f"error: rows differ from transformers by TV {worst}; no timing without agreement")
+    peer = repeat_cache(model, prefix, few, [slot.drawn.clip(min=0) for slot in slots])
+    for slot, rows in zip(slots, peer, strict=False):
+        alive = slot.path_node >= 0
+        apart = fast.total_variation(slot.rows[slot.path_node[alive]], rows[torch.as_tensor(alive)]).max()
+        if apart > (1e-3 if dtype == "float32" else 0.2):
+            sys.exit(f"error: rows differ from transformers' by TV {apart:.2g} at slot {slot.index}; nothing was timed")
 
 
 def barycentre_row(seed):
@@ -161,11 +159,11 @@ def barycentre_row(seed):
         return float((repeated - q).abs().sum(dim=1).mean() / 2)
 
     if abs(ours() - peer()) > 5e-6:
-        sys.exit(f"error: barycentre risks differ ({ours()} and {peer()}); no timing without agreement")
-    pairs = [(clock(ours, 1), clock(peer, 1)) for _ in range(5)]
+        sys.exit(f"error: barycentre risks differ ({ours()} and {peer()}); nothing was timed")
+    pairs = [(seconds(ours), seconds(peer)) for _ in range(7)]
     return {
         "work": f"barycentre and risk, V = {VOCABULARY}, {DISTINCT} distinct rows of {M}",
-        "peer": "torch.sort of every column of all rows",
+        "peer": "torch.sort of every column of all rows, mass search, scoring",
         "ratio": round(statistics.median(b / a for a, b in pairs), 1),
         "ours_s": round(statistics.median(a for a, _ in pairs), 3),
         "peer_s": round(statistics.median(b for _, b in pairs), 3),
@@ -173,20 +171,45 @@ def barycentre_row(seed):
 
 
 def memory_row():
-    """Peak memory of one anchor beside the weights, at the vocabulary of Qwen3, all paths distinct."""
-    import subprocess
+    """Peak memory of one anchor at Qwen3's vocabulary with all paths distinct, in a process of its own."""
+    program = "from benchmark import measure_wide_anchor; measure_wide_anchor()"
+    out = subprocess.run([sys.executable, "-c", program], cwd=sys.path[0], capture_output=True, text=True, check=True)
+    return {
+        "work": f"one anchor, V = {VOCABULARY}, M = {M}, gamma = {GAMMA}, all paths distinct",
+        **json.loads(out.stdout),
+    }
 
-    program = Path(__file__).resolve().parent / "benchmark_memory.py"
-    out = subprocess.run([sys.executable, program], capture_output=True, text=True, check=True).stdout
-    return json.loads(out)
+
+def measure_wide_anchor():
+    """Print how far one anchor's walk and floors raise the peak memory of this process."""
+
+    class Wide:  # a target whose rows cost nothing to compute
+        vocab_size, stop_ids = VOCABULARY, ()
+
+        def open(self, prefix):
+            self.root_logits = torch.zeros(VOCABULARY)
+            return self
+
+        def grow(self, parents, tokens):
+            return torch.randn(len(tokens), VOCABULARY) * 2
+
+    fast.floor(next(fast.walk(toy.two_token_chain(), [0], 1, np.full((2, 1), 0.5))))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    uniforms = np.random.default_rng(0).random((M, GAMMA))
+    measure_anchor(fast, Wide(), [0], uniforms, Design(paths=M, gamma=GAMMA))
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(json.dumps({"peak_gb": round((after - before) / 1e6, 2)}))
 
 
-def clock(work, repeats=3):
-    """Median seconds of a few runs."""
+def seconds(work, *arguments, repeats=1):
+    """Median seconds of a few runs, iterators read to their end."""
     times = []
     for _ in range(repeats):
         started = time.perf_counter()
-        work()
+        result = work(*arguments)
+        if hasattr(result, "__next__"):
+            for _item in result:
+                pass
         times.append(time.perf_counter() - started)
     return statistics.median(times)
 

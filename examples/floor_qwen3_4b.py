@@ -6,6 +6,7 @@ slot by slot.  Every anchor is a line of the record file; the same command resum
 
     python examples/floor_qwen3_4b.py                                     # the paper's setting: Qwen3-4B, one GPU
     python examples/floor_qwen3_4b.py --target FOLDER --anchors 12        # any Qwen3 or Llama-family model
+    python examples/floor_qwen3_4b.py --target toy --anchors 24           # no model, no network: ten seconds
     python examples/floor_qwen3_4b.py --target FOLDER --backend reference --limit 2    # NumPy, two anchors a domain
 
 Prints an estimate of memory and time, a progress bar with the running floors, a table per domain and pooled,
@@ -24,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
+from models import toy
 from models.checkpoint import CheckpointError, locate
 from models.config import ConfigError, DecoderConfig
 from models.text import Text, TextError, builtin_prompts, read_prompts
@@ -47,31 +49,24 @@ def run(options):
     law = SamplingLaw(options.temperature, options.top_k, options.top_p)
     anchors = min(options.anchors, options.limit or options.anchors)
     design = protocol.Design(anchors, options.paths, options.gamma, options.answer_tokens, law, options.seed)
-    snapshot = locate(options.target, revision=options.revision)
-    config = DecoderConfig.from_folder(snapshot.folder)
-    text = Text.from_folder(snapshot.folder, stop_ids=options.stop_ids)
     backend, device, dtype = choose_backend(options)
-
-    prompts = encode(options, design, config, text, say)
-    for note in config.notes:
-        say(f"note: {note}")
-    target = backend.Decoder.load(snapshot.folder, dtype=dtype, device=device, stop_ids=text.stop_ids)
+    load = load_toy if options.target == "toy" else load_model
+    target, prompts, special_ids, about = load(options, design, backend, device, dtype, say)
     provenance = {
-        "target": snapshot.name, "revision": snapshot.revision, "config": sha(config), "design": design.provenance(),
-        "thinking": options.thinking, "template": text.template_hash, "template_source": text.template_source,
-        "stop_ids": list(text.stop_ids), "stop_source": text.stop_source, "prompts": sha([p.tokens for p in prompts]),
-        "backend": options.backend, "dtype": dtype, "device": device, "hardware": hardware(device),
-        "versions": versions(options.backend), "commit": commit(),
+        "target": options.target, "revision": None, "design": design.provenance(), **about,
+        "prompts": sha([p.tokens for p in prompts]), "backend": options.backend, "dtype": dtype, "device": device,
+        "hardware": hardware(device), "versions": versions(options.backend), "commit": commit(),
     }  # fmt: skip
-    out = options.out or Path("runs") / f"floors-{snapshot.name.replace('/', '--')}-{options.backend}.jsonl"
+    name = provenance["target"].replace("/", "--")
+    out = options.out or Path("runs") / f"floors-{name}-{options.backend}.jsonl"
     with RecordFile(out, provenance) as records:
         for note in records.notes:
             say(f"note: {note}")
         done = sum(row["kind"] == "anchor" for row in records.rows)
         say(f"records: {out} ({done} anchors done)")
         if not done:
-            say(estimate(target, config, prompts, design, ITEM_SIZE[dtype]))
-        protocol.measure(backend, target, prompts, design, records, special_ids=text.special_ids, quiet=options.quiet)
+            say(estimate(target, prompts, design, dtype))
+        protocol.measure(backend, target, prompts, design, records, special_ids=special_ids, quiet=options.quiet)
     summary = report.summarise(*report.read(out))
     say(report.table(summary))
     if options.plot:
@@ -80,11 +75,46 @@ def run(options):
     print(report.last_line(summary))
 
 
+def load_model(options, design, backend, device, dtype, say):
+    """A language model: (target, encoded prompts, special ids, what identifies it in the provenance)."""
+    snapshot = locate(options.target, revision=options.revision)
+    config = DecoderConfig.from_folder(snapshot.folder)
+    for note in config.notes:
+        say(f"note: {note}")
+    text = Text.from_folder(snapshot.folder, stop_ids=options.stop_ids)
+    if not text.stop_ids:
+        say("note: no stop id anywhere; answers run to --answer-tokens")
+    prompts = encode(options, design, config, text, say)
+    target = backend.Decoder.load(snapshot.folder, dtype=dtype, device=device, stop_ids=text.stop_ids)
+    about = {
+        "target": snapshot.name, "revision": snapshot.revision, "config": sha(config), "thinking": options.thinking,
+        "template": text.template_hash, "template_source": text.template_source,
+        "stop_ids": list(text.stop_ids), "stop_source": text.stop_source,
+    }  # fmt: skip
+    return target, prompts, text.special_ids, about
+
+
+def load_toy(options, design, *_):
+    """A toy of two domains whose floors can be enumerated, for trying everything without a language model."""
+    target, domains = toy.study(design.anchors)
+    prompts = [
+        protocol.EncodedPrompt(f"{name}:{i}", name, tokens)
+        for name, all_tokens in domains.items()
+        if name in (options.domains or domains)
+        for i, tokens in enumerate(all_tokens)
+    ]
+    if not prompts:
+        raise ValueError(f"no such domain; the toy has {', '.join(domains)}")
+    return target, prompts, (), {}
+
+
 def parse(arguments):
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], epilog=__doc__.split("\n\n", 1)[1],
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     add = parser.add_argument
-    add("--target", default="Qwen/Qwen3-4B", metavar="ID_OR_FOLDER", help="hub id or folder (default %(default)s)")
+    add(
+        "--target", default="Qwen/Qwen3-4B", metavar="ID_OR_FOLDER", help="hub id, folder, or toy (default %(default)s)"
+    )
     add("--revision", help="branch, tag or commit of a hub id")
     add(
         "--prompts",
@@ -171,9 +201,9 @@ def encode(options, design, config, text, say):
     return prompts
 
 
-def estimate(target, config, prompts, design, item_size):
+def estimate(target, prompts, design, dtype):
     """Upper bounds on memory and time, from the sizes and from one timed prefill and tree step."""
-    rows = min(64, design.paths)
+    rows, item_size = min(64, design.paths), ITEM_SIZE[dtype]
     started = time.perf_counter()
     session = target.open(np.array(max((p.tokens for p in prompts), key=len)))
     prefill = time.perf_counter() - started
@@ -185,16 +215,15 @@ def estimate(target, config, prompts, design, item_size):
     anchors = design.anchors * len({p.domain for p in prompts})
     answers = -(-len(prompts) // protocol.ANSWERS_AT_ONCE) * design.answer_tokens * step[0]
     walks = anchors * (prefill + (design.gamma - 1) * step[1] * design.paths / rows)
-    length = max(len(p.tokens) for p in prompts) + design.answer_tokens
-    gigabytes = [
-        config.parameter_count() * item_size / 1e9,
-        config.kv_bytes_per_token(item_size) * length * protocol.ANSWERS_AT_ONCE / 1e9,
-        4 * design.paths * config.vocab_size * max(4, item_size) / 1e9,
-    ]
+    gigabytes = 4 * design.paths * target.vocab_size * max(4, item_size) / 1e9  # rows and their sorted copies
+    if hasattr(target, "config"):
+        length = max(len(p.tokens) for p in prompts) + design.answer_tokens
+        gigabytes += target.config.parameter_count() * item_size / 1e9
+        gigabytes += target.config.kv_bytes_per_token(item_size) * length * protocol.ANSWERS_AT_ONCE / 1e9
     return (
-        f"estimate: {len(prompts)} answers, {anchors} anchors x {design.paths} paths x {design.gamma} slots; at most "
-        f"{gigabytes[0]:.1f} GB weights + {gigabytes[1]:.1f} GB caches + {gigabytes[2]:.1f} GB rows; "
-        f"at most {answers / 60:.0f} min answers + {walks / 60:.0f} min walks (if no two paths agree), plus the floors"
+        f"estimate: {len(prompts)} answers, {anchors} anchors x {design.paths} paths x {design.gamma} slots; "
+        f"at most {gigabytes:.1f} GB and {(answers + walks) / 60:.0f} min (if no answer stops early and no two paths "
+        "agree), plus the floors"
     )
 
 

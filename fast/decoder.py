@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from fast.kv_cache import KVCache
 from models.checkpoint import Checkpoint
 from models.config import DecoderConfig
+from reference.paths import check_growth, check_tokens
 
 BUCKETS = (8, 16, 32, 64, 128, 256)  # row counts a tree step is padded to on CUDA
 SCORES = 2**26  # attention scores held at a time by a tree step
@@ -152,7 +153,7 @@ class Decoder(nn.Module):
 
     def logits(self, tokens):
         """Next-token logits after every position of a sequence, without a cache: float32 or float64 [S, V]."""
-        tokens = torch.as_tensor(tokens, device=self.device)
+        tokens = torch.as_tensor(check_tokens(tokens, self.vocab_size), device=self.device)
         return self.read_out(self.forward(tokens, torch.arange(len(tokens), device=self.device), attend_causal))
 
     def cache(self, rows, capacity):
@@ -181,7 +182,7 @@ class Decoder(nn.Module):
 
     def prefill(self, cache, row, tokens):
         """Write a prefix into one row of an empty cache; returns the logits after its last token, [V]."""
-        tokens = torch.as_tensor(tokens, device=self.device)
+        tokens = torch.as_tensor(check_tokens(tokens, self.vocab_size), device=self.device)
         if len(tokens) > cache.capacity:
             raise ValueError(f"a prefix of {len(tokens)} tokens does not fit a cache of {cache.capacity}")
 
@@ -197,6 +198,8 @@ class Decoder(nn.Module):
     def step(self, cache, tokens):
         """Append one token to every row of the cache: logits [rows, V]."""
         rows, lengths = torch.arange(len(tokens), device=self.device), cache.lengths
+        if len(rows) != len(lengths):
+            raise ValueError(f"the cache holds {len(lengths)} sequences and needs as many tokens, got {len(rows)}")
         longest = int(lengths.max()) + 1
         if longest > cache.capacity:
             raise ValueError(f"the cache is full: a row already holds {cache.capacity} tokens")
@@ -215,6 +218,7 @@ class Decoder(nn.Module):
 
     def grow(self, cache, parents, tokens):
         """Add tree nodes beside a one-row cache in one forward: logits [n, V]."""
+        parents, tokens = check_growth(parents, tokens, cache.nodes, self.vocab_size)
         count = len(tokens)
         padding = (0, next((b for b in self.buckets if b >= count), count) - count)
         tokens = F.pad(torch.as_tensor(tokens, device=self.device), padding)

@@ -21,6 +21,9 @@ def floor(slot, order=0):
         here = (cells == cell).nonzero()[0]
         rows = slot.rows if len(here) == len(cells) else slot.rows[torch.from_numpy(here).to(slot.rows.device)]
         weight, (even, odd) = weights[here], halves[:, here]
+        if len(here) == 1:  # one prefix is its own best proposal, held out or not
+            splittable += weight.sum() if even.any() and odd.any() else 0
+            continue
         if not (even.any() and odd.any()):
             fit += weight.sum() * barycentre_risk(rows, barycentre(rows, weight), weight)
             continue

@@ -20,7 +20,7 @@ def warp(logits, law=SamplingLaw()):
         raise ValueError(f"logits row {tuple(bad[0].tolist())} has no finite maximum (NaN, +inf or all -inf)")
     if law.temperature == 0:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(dim=-1, keepdim=True), 1.0)
-    probs = torch.softmax((logits - top) / law.temperature, dim=-1)
+    probs = torch.softmax(logits if law.temperature == 1 else (logits - top) / law.temperature, dim=-1)
     if 0 < law.top_k < logits.shape[-1] or law.top_p < 1:
         ranked, order = probs.sort(dim=-1, descending=True, stable=True)
         if law.top_k:

@@ -10,7 +10,7 @@ import torch
 from fast.laws import draw, warp
 from reference import paths as host
 from reference.laws import SamplingLaw
-from reference.paths import Answer, Slot, branch, check_walk
+from reference.paths import Answer, Slot, branch, check_answers, check_walk
 
 __all__ = ["Answer", "Slot", "walk", "write_answers"]
 
@@ -47,8 +47,8 @@ def write_answers(target, prompts, uniforms, law=SamplingLaw()):
 
     Each answer depends on its own prompt and uniforms only; a finished one leaves the batch.
     """
-    uniforms = np.asarray(uniforms, dtype=np.float64)
-    if not hasattr(target, "open_batch"):  # a toy: nothing to accelerate
+    prompts, uniforms = check_answers(target, prompts, uniforms)
+    if not prompts or not hasattr(target, "open_batch"):  # a toy: nothing to accelerate
         return host.write_answers(target, prompts, uniforms, law)
     batch = target.open_batch(prompts, uniforms.shape[1])
     logits, tokens = batch.root_logits, [[] for _ in prompts]

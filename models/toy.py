@@ -106,6 +106,28 @@ def two_token_chain() -> ToyTarget:
     return markov_chain(np.stack([1 - ones, ones], axis=-1))
 
 
+def study(prompts: int) -> tuple[ToyTarget, dict[str, list[tuple[int, ...]]]]:
+    """A target and prompts to try the whole protocol on without a language model.
+
+    64 tokens, the last one a stop.  Mostly the last token decides the next; the rest of the time it depends on
+    the last two, and how often that is depends on the domain, which a prompt's first token names.
+    Returns: (target, {domain: prompts}).
+    """
+    vocab_size, surprise, rows = 64, {"constrained": 0.1, "open": 0.3}, {}
+
+    def next_token(history):
+        key = (history[0], *history[-2:])
+        if key not in rows:
+            row = list(surprise.values())[history[0]] * np.random.default_rng(key).dirichlet(np.full(vocab_size, 0.05))
+            row[5 * history[-1] % (vocab_size - 1)] += 1 - row.sum()
+            rows[key] = 0.99 * row
+            rows[key][-1] += 0.01
+        return rows[key]
+
+    target = ToyTarget(vocab_size, next_token, stop_ids=(vocab_size - 1,))
+    return target, {name: [(d, 2 + i) for i in range(min(prompts, 60))] for d, name in enumerate(surprise)}
+
+
 def enumerate_rows(
     target: ToyTarget, prefix: Sequence[int], slot: int
 ) -> tuple[list[tuple[int, ...]], np.ndarray, np.ndarray]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from models.checkpoint import Checkpoint, to_float
 from models.config import DecoderConfig
+from reference.paths import check_growth, check_tokens
 
 
 class Decoder:
@@ -46,10 +47,11 @@ class Decoder:
 
     def open(self, prefix):
         """Prefill a prefix and return the `Session` in which its continuations grow."""
-        return Session(self, prefix)
+        return Session(self, check_tokens(prefix, self.vocab_size))
 
     def logits(self, tokens):
         """Next-token logits after every position of a sequence, without a cache: [S, V]."""
+        tokens = check_tokens(tokens, self.vocab_size)
         causal = np.tri(len(tokens), dtype=bool)
         hidden, _ = self.forward(tokens, np.arange(len(tokens)), self.empty_cache(), causal)
         return hidden @ self.head.T
@@ -113,7 +115,8 @@ class Session:
 
     def grow(self, parents, tokens):
         """Add one node per (parent, token) pair: logits [n, V]."""
-        parents, old, new = np.asarray(parents), len(self.ancestors), len(tokens)
+        parents, tokens = check_growth(parents, tokens, len(self.ancestors), self.decoder.vocab_size)
+        old, new = len(self.ancestors), len(tokens)
         ancestors = np.zeros((old + new, old + new), dtype=bool)
         ancestors[:old, :old] = self.ancestors
         ancestors[old:, :old] = np.concatenate([self.ancestors, np.zeros((1, old), dtype=bool)])[parents]  # -1: none
@@ -121,7 +124,7 @@ class Session:
         self.ancestors = ancestors
         visible = np.concatenate([np.ones((new, self.prefix_length), dtype=bool), ancestors[old:]], axis=1)
         positions = self.prefix_length - 1 + ancestors[old:].sum(axis=1)
-        hidden, self.cache = self.decoder.forward(np.asarray(tokens), positions, self.cache, visible)
+        hidden, self.cache = self.decoder.forward(tokens, positions, self.cache, visible)
         return hidden @ self.decoder.head.T
 
 

@@ -32,11 +32,12 @@ def write_answers(target, prompts, uniforms, law=SamplingLaw()):
     Args: target, as for `walk`; prompts, B lists of token ids; uniforms, float64 [B, L] in [0, 1).
     Returns: list of B `Answer`.
     """
+    prompts, uniforms = check_answers(target, prompts, uniforms)
     return [_write_answer(target, prompt, row, law) for prompt, row in zip(prompts, uniforms, strict=True)]
 
 
 def _write_answer(target, prompt, uniforms, law):
-    session = target.open(np.array(prompt, dtype=np.int64))
+    session = target.open(prompt)
     logits, tokens = np.asarray(session.root_logits)[None], []
     for u in uniforms:
         token = int(draw(warp(logits, law), [u])[0])
@@ -133,13 +134,35 @@ def branch(path_node, drawn, stop_ids):
 
 def check_walk(target, prefix, gamma, uniforms):
     """The arguments of `walk` as arrays, or a ValueError that says which is wrong."""
-    prefix, uniforms = np.array(prefix, dtype=np.int64), np.asarray(uniforms, dtype=np.float64)
-    if prefix.ndim != 1 or not prefix.size:
-        raise ValueError("a walk needs a prefix of at least one token")
-    if prefix.min() < 0 or prefix.max() >= target.vocab_size:
-        raise ValueError(f"prefix holds token ids outside the vocabulary of {target.vocab_size}")
+    prefix, uniforms = check_tokens(prefix, target.vocab_size), np.asarray(uniforms, dtype=np.float64)
     if gamma < 1:
         raise ValueError(f"block length gamma must be at least 1, got {gamma}")
     if uniforms.ndim != 2 or uniforms.shape[1] != gamma or not len(uniforms):
         raise ValueError(f"uniforms must be [M, gamma] with gamma = {gamma} and M >= 1, got {uniforms.shape}")
     return prefix, uniforms
+
+
+def check_answers(target, prompts, uniforms):
+    """The arguments of `write_answers` as arrays, or a ValueError that says which is wrong."""
+    uniforms = np.asarray(uniforms, dtype=np.float64)
+    if uniforms.ndim != 2 or len(uniforms) != len(prompts) or not uniforms.shape[1]:
+        raise ValueError(f"{len(prompts)} prompts need uniforms [{len(prompts)}, L], L >= 1, got {uniforms.shape}")
+    return [check_tokens(prompt, target.vocab_size) for prompt in prompts], uniforms
+
+
+def check_tokens(tokens, vocab_size):
+    """Token ids as int64 [n], or a ValueError if there are none or some lie outside the vocabulary."""
+    tokens = np.array(tokens, dtype=np.int64)
+    if tokens.ndim != 1 or not tokens.size:
+        raise ValueError("a prefix needs at least one token")
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        raise ValueError(f"the prefix holds token ids outside the vocabulary of {vocab_size}")
+    return tokens
+
+
+def check_growth(parents, tokens, nodes, vocab_size):
+    """The arguments of a session's `grow` as int64 arrays, or a ValueError; `nodes` exist before the call."""
+    parents, tokens = np.array(parents, dtype=np.int64), check_tokens(tokens, vocab_size)
+    if parents.shape != tokens.shape or parents.min() < -1 or parents.max() >= nodes:
+        raise ValueError(f"each new token needs a parent among -1..{nodes - 1}, the nodes there are; got {parents}")
+    return parents, tokens

@@ -42,19 +42,19 @@ TREE = [([-1, -1], [7, 8]), ([0, 1, 1], [9, 9, 0]), ([3, -1, 2, 0], [100, 1, 9, 
 # Models and trees
 
 
-def random_weights(config, seed):
+def random_weights(shapes, seed=0):
     """Hub name -> float32 array: no norm is one, no bias zero, and the logits are far from uniform."""
     random = np.random.default_rng(seed)
     return {
         name: (("norm" in name) + 0.2 * random.standard_normal(shape)).astype(np.float32)
-        for name, shape in config.tensor_shapes().items()
+        for name, shape in shapes.items()
     }
 
 
 def random_decoder(wing, *, seed=0, dtype="float64", stop_ids=(), **fields):
     """A random model of one wing; equal arguments give equal weights in both."""
     config = DecoderConfig.from_dict(CONFIG | fields)
-    weights = {name: array.astype(dtype) for name, array in random_weights(config, seed).items()}
+    weights = {name: array.astype(dtype) for name, array in random_weights(config.tensor_shapes(), seed).items()}
     if wing is fast:
         weights = {name: torch.from_numpy(array) for name, array in weights.items()}
     return wing.Decoder(config, weights, stop_ids)
@@ -114,7 +114,7 @@ PEERS = {
 
 
 def save_peer(folder, fields, dtype="float32"):
-    """A random model as transformers writes it: the model, its weights drawn by `random_weights`."""
+    """Save a random model as transformers does, and return it."""
     transformers = pytest.importorskip("transformers")
     fields = CONFIG | fields
     shard = fields.pop("shard", "1GB")
@@ -122,10 +122,9 @@ def save_peer(folder, fields, dtype="float32"):
         warnings.simplefilter("ignore")
         config = transformers.AutoConfig.for_model(**fields)
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-        random = np.random.default_rng(0)
-        for name, weight in model.named_parameters():
-            values = ("norm" in name) + 0.2 * random.standard_normal(tuple(weight.shape))
-            weight.data = torch.from_numpy(values).to(getattr(torch, dtype))
+        parameters = dict(model.named_parameters())
+        for name, values in random_weights({name: tuple(p.shape) for name, p in parameters.items()}).items():
+            parameters[name].data = torch.from_numpy(values)
         model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=shard)
     return model
 
@@ -338,7 +337,9 @@ def test_attending_a_few_nodes_at_a_time_changes_no_logits(monkeypatch):
 def test_logits_keep_the_precision_of_the_model_and_bfloat16_reads_out_in_float32():
     for dtype, expected in [("float32", "float32"), ("float64", "float64"), ("bfloat16", "float32")]:
         config = DecoderConfig.from_dict(CONFIG)
-        weights = {k: torch.from_numpy(v).to(getattr(torch, dtype)) for k, v in random_weights(config, 0).items()}
+        weights = {
+            k: torch.from_numpy(v).to(getattr(torch, dtype)) for k, v in random_weights(config.tensor_shapes()).items()
+        }
         decoder = fast.Decoder(config, weights)
         session, batch = decoder.open([1, 2]), decoder.open_batch([[1, 2], [3]], 1)
         logits = (
@@ -409,28 +410,28 @@ TEXT = (
 
 @pytest.fixture(scope="module")
 def real(smollm2):
-    """(folder, fast float32 decoder, token ids of a text of about forty tokens)."""
+    """SmolLM2 in float32: (reference decoder, fast decoder, token ids of a text of about forty tokens)."""
     tokenizer = pytest.importorskip("tokenizers").Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
-    return smollm2, fast.Decoder.load(smollm2), tokenizer.encode(TEXT).ids
+    return reference.Decoder.load(smollm2), fast.Decoder.load(smollm2), tokenizer.encode(TEXT).ids
 
 
-def test_greedy_answer_of_a_real_model_equals_that_of_transformers(real):
+def test_greedy_answer_of_a_real_model_equals_that_of_transformers(real, smollm2):
     """One forward of transformers over prompt and answer: greedy, token by token, means each is the largest logit."""
     transformers = pytest.importorskip("transformers")
-    folder, decoder, prompt = real
+    _, decoder, prompt = real
     (answer,) = fast.write_answers(decoder, [prompt], np.zeros((1, 64)), fast.SamplingLaw(0))
     assert not answer.stopped and len(answer.tokens) == 64
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model = transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
     expected = peer_logits(model, [*prompt, *answer.tokens[:-1]])[len(prompt) - 1 :].argmax(dim=-1)
     assert_agree(answer.tokens, expected, "exact")
 
 
 def test_walks_of_a_real_model_agree_between_the_wings(real):
     """Float32 from logits to floors under the filtered law, whose few tokens leave no draw at the mercy of rounding."""
-    folder, quick, prefix = real
-    plain, uniforms, law = reference.Decoder.load(folder), np.random.default_rng(2).random((64, 3)), LAWS["filtered"]
+    plain, quick, prefix = real
+    uniforms, law = np.random.default_rng(2).random((64, 3)), LAWS["filtered"]
     walks = reference.walk(plain, prefix, 3, uniforms, law), fast.walk(quick, prefix, 3, uniforms, law)
     for ours, theirs in zip(*walks, strict=True):
         assert_agree(theirs.drawn, ours.drawn, "exact")
@@ -441,12 +442,34 @@ def test_walks_of_a_real_model_agree_between_the_wings(real):
 def test_floors_of_a_real_model_agree_on_one_tree(real):
     """The plain law keeps a tail of tens of thousands of tokens, where a draw in a few hundred turns on the rounding of
     float32 sums; so the fast decoder grows the reference's tree, and rows and floors are compared there."""
-    folder, quick, prefix = real
-    session, nodes, uniforms = quick.open(prefix), np.array([-1]), np.random.default_rng(2).random((64, 3))
-    for slot in reference.walk(reference.Decoder.load(folder), prefix, 3, uniforms):
+    plain, quick, prefix = real
+    session, nodes, uniforms = quick.open(prefix), np.array([-1]), np.random.default_rng(2).random((32, 3))
+    for slot in reference.walk(plain, prefix, 3, uniforms):
         logits = session.grow(nodes[slot.parent], slot.token) if slot.index else session.root_logits[None]
         nodes = session.cache.nodes - len(slot.token) + np.arange(len(slot.token)) if slot.index else nodes
         rows = fast.warp(logits)
         assert_agree(fast.total_variation(rows, torch.from_numpy(slot.rows)).amax(), 0.0, "walk32")
         assert_floors_agree(replace(slot, rows=rows), slot, "walk32")
-    assert len(slot.token) > 50
+    assert len(slot.token) > 20
+
+
+def test_impossible_growth_is_refused():
+    """A parent must exist before the call, and there is one per token, in both wings."""
+    for wing in (reference, fast):
+        decoder = random_decoder(wing)
+        session = decoder.open([1, 2])
+        for parents, tokens in (
+            ([0], [3]),
+            ([-2], [3]),
+            ([-1, 0], [3, 4]),
+            ([-1], [3, 4]),
+            ([-1], [-1]),
+            ([-1], [10**6]),
+        ):
+            with pytest.raises(ValueError):
+                session.grow(parents, tokens)
+        assert len(session.grow([-1, -1], [3, 4])) == 2
+        assert len(session.grow([1, 0, -1], [3, 4, 5])) == 3
+        for prefix in ([], [-1], [10**6]):
+            with pytest.raises(ValueError):
+                decoder.open(prefix)

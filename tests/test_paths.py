@@ -143,3 +143,21 @@ def backends():
     except ImportError:
         return [reference]
     return [reference, fast]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "shape", "message"),
+    [
+        ([[0]], (2, 3), "1 prompts need uniforms"),
+        ([[0], [1]], (1, 3), "2 prompts need uniforms"),
+        ([[0]], (1, 0), "L >= 1"),
+        ([[]], (1, 3), "at least one token"),
+        ([[-1]], (1, 3), "outside the vocabulary"),
+        ([[2]], (1, 3), "outside the vocabulary"),
+    ],
+)
+def test_bad_answers_are_refused(prompts, shape, message):
+    for backend in backends():
+        with pytest.raises(ValueError, match=message):
+            backend.write_answers(toy.two_token_chain(), prompts, np.full(shape, 0.5))
+        assert backend.write_answers(toy.two_token_chain(), [], np.empty((0, 3))) == []

@@ -93,7 +93,7 @@ def test_a_run_killed_anywhere_and_resumed_gives_the_same_file(tmp_path, toy):  
     run(path, toy)
     whole = path.read_bytes()
     ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]
-    somewhere = np.random.default_rng(0).integers(1, len(whole), 25).tolist()
+    somewhere = np.random.default_rng(0).integers(1, len(whole), 10).tolist()
     for cut in (0, *ends, *somewhere, whole.index("é".encode()) + 1):
         resumed = tmp_path / "resumed.jsonl"
         resumed.write_bytes(whole[:cut])
@@ -158,12 +158,12 @@ def test_a_prompt_that_encodes_to_other_tokens_is_refused_on_resume(tmp_path, to
 
 
 @pytest.mark.parametrize("second", [(4, 4), (0, 1)], ids=["other text", "same text"])
-def test_a_prompt_id_used_twice_is_refused_before_the_target_is_asked(tmp_path, toy, second):  # J2 (a), (c)
+def test_a_prompt_id_used_twice_is_refused_before_the_target_is_asked(tmp_path, second):  # J2 (a), (c)
     # finds a bug: the second prompt silently takes the first one's answer
     prompts = [*PROMPTS, EncodedPrompt("sums:0", "talk", second)]
     backend, asked = counting()
     with pytest.raises(ValueError, match="sums:0"):
-        run(tmp_path / "records.jsonl", toy, backend=backend, prompts=prompts)
+        run(tmp_path / "records.jsonl", TOYS["table"], backend=backend, prompts=prompts)
     assert not asked
 
 
@@ -435,8 +435,9 @@ def test_a_long_run_approaches_the_exact_floors_of_the_population(tmp_path):
     moves an anchor's `fit` by at most 1 / M, so (McDiarmid) the weighted mean stays within
     t = sqrt(ln(1 / alpha) sum_i w_i^2 / (2 M)) of its expectation; the expectation lies below the exact floor (a
     minimum of means) by at most E TV(sampled weights, exact weights) <= sqrt((U - 1) / M) / 2 with U prefixes.
-    `held_out` is scored on halves of the paths and lies at most three such distances above.  Drawing n_s of N_s
-    anchors per stratum moves the population mean by (Hoeffding) R sqrt(ln(1 / alpha) sum_s (N_s / N)^2 / (2 n_s)).
+    `held_out` is fitted and scored on halves of the paths: at most two such distances of a half below, three above.
+    Drawing n_s of N_s anchors per stratum moves the population mean by at most (Hoeffding, R the range of the exact
+    floors) R sqrt(ln(1 / alpha) sum_s (N_s / N)^2 / (2 n_s)).  That is 36 bounds with alpha = 1e-10 each.
     """
     target, gamma, M, alpha = two_token_chain(), 3, 2048, 1e-10
     prompts = [EncodedPrompt(f"few:{i}", "few", (i % 2,)) for i in range(2)]
@@ -457,6 +458,7 @@ def test_a_long_run_approaches_the_exact_floors_of_the_population(tmp_path):
     }  # fmt: skip
     everyone = [anchor for group in population.values() for anchor in group]
     measured = of_kind(rows, "anchor")
+    assert len(measured) == 82
     weight = np.array([1 / row["inclusion"] for row in measured])
     assert_agree(weight.sum(), float(len(everyone)), "golden")
     assert {row["inclusion"] for row in measured if row["domain"] == "few"} == {1.0}  # all of them
@@ -475,7 +477,7 @@ def test_a_long_run_approaches_the_exact_floors_of_the_population(tmp_path):
             held_out = summary["groups"]["pooled"][f"t{order}_held_out"][k]
             assert truth - bias - t_paths <= fit <= truth + t_paths
             half = math.sqrt(2) * (bias + t_paths)
-            assert truth - half <= held_out <= truth + 3 * half
+            assert truth - 2 * half <= held_out <= truth + 3 * half
 
             whole = [exact(history[a.prompt, a.position], k, order) for a in everyone]
             spread = max(whole) - min(whole)
