@@ -195,6 +195,18 @@ def test_records_out_are_anchors_planned(tmp_path, toy):
         assert SPECIAL not in block
 
 
+def test_an_anchor_is_walked_from_the_prompt_and_the_answer_before_it(tmp_path, toy):
+    backend, asked = counting()
+    rows = run(tmp_path / "records.jsonl", toy, backend=backend)
+    answers = {row["prompt"]: row for row in of_kind(rows, "answer")}
+    prefixes = [
+        (*answers[row["prompt"]]["prompt_tokens"], *answers[row["prompt"]]["tokens"][: row["position"]])
+        for row in of_kind(rows, "anchor")
+    ]
+    assert Counter(prefixes) == {key[1]: count for key, count in asked.items() if key[0] == "prefix"}
+    assert [len(prefix) for prefix in prefixes] == [row["context"] for row in of_kind(rows, "anchor")]
+
+
 def test_answers_hold_no_stop_id_and_keep_to_the_cap(tmp_path, toy):
     answers = of_kind(run(tmp_path / "records.jsonl", toy), "answer")
     assert {row["stopped"] for row in answers} == {True, False}  # both kinds are here to be looked at
