@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from models import toy
-from models.checkpoint import CheckpointError, locate
+from models.checkpoint import CheckpointError, digest, locate
 from models.config import ConfigError, DecoderConfig
 from models.text import Text, TextError, builtin_prompts, read_prompts
 from reference import protocol, report
@@ -46,15 +46,20 @@ def main(arguments=None):
 
 def run(options):
     say = (lambda *_: None) if options.quiet else (lambda *text: print(*text, flush=True))
+    for name in ("limit", "prompt_tokens"):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
     law = SamplingLaw(options.temperature, options.top_k, options.top_p)
     anchors = min(options.anchors, options.limit or options.anchors)
     design = protocol.Design(anchors, options.paths, options.gamma, options.answer_tokens, law, options.seed)
     backend, device, dtype = choose_backend(options)
+    if options.plot:
+        report.check_plot(options.plot)
     load = load_toy if options.target == "toy" else load_model
     target, prompts, special_ids, about = load(options, design, backend, device, dtype, say)
     provenance = {
         "target": options.target, "revision": None, "design": design.provenance(), **about,
-        "prompts": sha([p.tokens for p in prompts]), "backend": options.backend, "dtype": dtype, "device": device,
+        "prompts": sha([(p.id, p.domain, p.tokens) for p in prompts]), "backend": options.backend, "dtype": dtype, "device": device,
         "hardware": hardware(device), "versions": versions(options.backend), "commit": commit(),
     }  # fmt: skip
     name = provenance["target"].replace("/", "--")
@@ -87,7 +92,8 @@ def load_model(options, design, backend, device, dtype, say):
     prompts = encode(options, design, config, text, say)
     target = backend.Decoder.load(snapshot.folder, dtype=dtype, device=device, stop_ids=text.stop_ids)
     about = {
-        "target": snapshot.name, "revision": snapshot.revision, "config": sha(config), "thinking": options.thinking,
+        "target": snapshot.name, "revision": snapshot.revision or f"files {digest(snapshot.folder)}",
+        "config": sha(config), "thinking": options.thinking,
         "template": text.template_hash, "template_source": text.template_source,
         "stop_ids": list(text.stop_ids), "stop_source": text.stop_source,
     }  # fmt: skip
@@ -96,15 +102,18 @@ def load_model(options, design, backend, device, dtype, say):
 
 def load_toy(options, design, *_):
     """A toy of two domains whose floors can be enumerated, for trying everything without a language model."""
+    for name in ("prompts", "revision", "stop_ids", "prompt_tokens"):
+        if getattr(options, name):
+            raise ValueError(f"--{name.replace('_', '-')} means nothing to the toy target")
     target, domains = toy.study(design.anchors)
+    if unknown := set(options.domains or domains) - set(domains):
+        raise ValueError(f"no domain {', '.join(sorted(unknown))}; the toy has {', '.join(domains)}")
     prompts = [
         protocol.EncodedPrompt(f"{name}:{i}", name, tokens)
         for name, all_tokens in domains.items()
         if name in (options.domains or domains)
         for i, tokens in enumerate(all_tokens)
     ]
-    if not prompts:
-        raise ValueError(f"no such domain; the toy has {', '.join(domains)}")
     return target, prompts, (), {}
 
 
@@ -161,7 +170,10 @@ def choose_backend(options):
         import reference
 
         device = "cpu" if options.device == "auto" else options.device
-        return reference, device, "float32" if options.dtype == "auto" else options.dtype
+        dtype = "float32" if options.dtype == "auto" else options.dtype
+        if device != "cpu" or dtype == "bfloat16":
+            raise ValueError(f"the reference backend runs float32 or float64 on the CPU, not {dtype} on {device}")
+        return reference, device, dtype
     import torch
 
     import fast

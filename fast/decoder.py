@@ -128,7 +128,11 @@ class Decoder(nn.Module):
         """
         if dtype not in ("float32", "bfloat16", "float64"):
             raise ValueError(f"dtype must be float32, bfloat16 or float64, not {dtype}")
-        if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        try:
+            kind = torch.device(device).type
+        except RuntimeError:
+            raise ValueError(f"device must be cpu, cuda or cuda:N, not {device}") from None
+        if kind == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device {device} asked, but this PyTorch sees no CUDA device; use --device cpu")
         config = DecoderConfig.from_folder(folder)
         stored = Checkpoint(folder).read(config.tensor_shapes(), tied=config.tied)

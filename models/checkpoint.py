@@ -10,6 +10,7 @@ one message for every damaged file.  BF16 stays uint16 until `to_float` shifts i
 Tests: tests/test_checkpoint.py.
 """
 
+import hashlib
 import json
 import math
 import re
@@ -233,6 +234,15 @@ class Checkpoint:
                 f"{self.folder}: the config ties the head to the embedding, but the stored {head.name} differs from "
                 f"{embedding.name}: set tie_word_embeddings to false to use the stored head, or remove it"
             )
+
+
+def digest(folder: Path) -> str:
+    """First 16 hex digits of the SHA-256 of a checkpoint's files, which identifies weights that have no revision."""
+    total = hashlib.sha256()
+    for file in sorted({info.file for info in Checkpoint(folder).tensors.values()}):
+        with file.open("rb") as stream:
+            total.update(hashlib.file_digest(stream, "sha256").digest())
+    return total.hexdigest()[:16]
 
 
 def to_float(raw: np.ndarray, dtype: str, out: type = np.float32) -> np.ndarray:

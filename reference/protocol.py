@@ -63,6 +63,7 @@ def measure(backend, target, prompts, design, records, *, special_ids=(), quiet=
     Args: backend, the `reference` or `fast` package; target, as for `paths.walk`; prompts, list of
         `EncodedPrompt`; design; records, an open `RecordFile`; special_ids, ids that disqualify a block.
     """
+    check_prompts(prompts)
     answers = write_answers(backend, target, prompts, design, records, quiet)
     anchors = plan(prompts, answers, design, special_ids)
     done = {(row["prompt"], row["position"]) for row in records.rows if row["kind"] == "anchor"}
@@ -77,6 +78,17 @@ def measure(backend, target, prompts, design, records, *, special_ids=(), quiet=
             floors = measure_anchor(backend, target, prefix, uniforms, design)
             records.append({"kind": "anchor", **asdict(anchor), "stratum": list(anchor.stratum), **floors})
         bar.set_postfix_str(_running(records.rows), refresh=False)
+
+
+def check_prompts(prompts):
+    """Refuse what would mix up records: an id given twice, a domain named like a mean over domains."""
+    seen = set()
+    for prompt in prompts:
+        if prompt.id in seen:
+            raise ValueError(f"prompt id {prompt.id!r} is used twice; give every prompt its own id")
+        if prompt.domain in ("pooled", "equal-domain"):
+            raise ValueError(f"a domain cannot be called {prompt.domain!r}, the name of a mean over domains; rename it")
+        seen.add(prompt.id)
 
 
 def write_answers(backend, target, prompts, design, records, quiet=False):

@@ -12,6 +12,9 @@ import os
 from pathlib import Path
 
 
+HEAD = b'{"kind":"provenance",'  # how every record file begins
+
+
 class RecordError(ValueError):
     """A record file that cannot be used as asked; the message says why and what to do."""
 
@@ -27,8 +30,11 @@ class RecordFile:
 
     def __init__(self, path, provenance):
         self.path, self.rows, self.notes = Path(path), [], []
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self.path, "a+b")  # noqa: SIM115 - closed by close()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self.path, "a+b")  # noqa: SIM115 - closed by close()
+        except OSError as error:
+            raise RecordError(f"{self.path} cannot be written: {error.strerror}") from None
         try:
             _lock(self._file, self.path)
             self._repair()
@@ -66,7 +72,10 @@ class RecordFile:
     def _repair(self):
         """Cut off a last line without its line break: the run was stopped while writing it."""
         self._file.seek(0)
-        whole, _, fragment = self._file.read().rpartition(b"\n")
+        data = self._file.read()
+        if data[: len(HEAD)] != HEAD[: len(data)]:
+            raise RecordError(f"{self.path}, line 1: not a record file; it was left as it is, use another --out")
+        whole, _, fragment = data.rpartition(b"\n")
         if fragment:
             self._file.truncate(len(whole) + 1 if whole else 0)
             self.notes.append(f"{self.path}: dropped a half-written last line of {len(fragment)} bytes")
@@ -103,6 +112,8 @@ def parse(data, path):
 def _line(row):
     try:
         return json.dumps(row, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+    except UnicodeEncodeError:
+        raise RecordError(f"refused to record text that is not Unicode (a file name?): {row!a}") from None
     except ValueError:
         raise RecordError(f"refused to record NaN or infinity (absent values are None): {row}") from None
 
@@ -112,12 +123,26 @@ def _no_constant(name):
 
 
 def _check_same(found, wanted, path):
-    for key in sorted({*found, *wanted}):
-        if found.get(key) != wanted.get(key):
-            raise RecordError(
-                f"{path} was written with another {key} ({found.get(key)!r}, now {wanted.get(key)!r}); "
-                "use the same settings to resume, or another --out to start afresh"
-            )
+    found, wanted = dict(_fields(found)), dict(_fields(wanted))
+    changed = [
+        f"{name} ({found.get(name)!r}, now {wanted.get(name)!r})"
+        for name in {**found, **wanted}
+        if found.get(name) != wanted.get(name)
+    ]
+    if changed:
+        raise RecordError(
+            f"{path} was written with another {', another '.join(changed)}; "
+            "use the same settings to resume, or another --out to start afresh"
+        )
+
+
+def _fields(value, name=""):
+    """Every leaf of a nested dict with its dotted name."""
+    if not isinstance(value, dict):
+        yield name, value
+        return
+    for key, part in value.items():
+        yield from _fields(part, f"{name}.{key}" if name else key)
 
 
 def _lock(file, path):

@@ -50,8 +50,10 @@ def summarise(provenance, rows, *, replicates=10_000):
         raise RecordError("the record file holds an anchor twice; it was not written by one run")
 
     domains = np.array([row["domain"] for row in anchors])
+    if taken := {"pooled", "equal-domain"} & set(domains.tolist()):
+        raise RecordError(f"a domain is called {taken.pop()!r}, the name of a mean over domains; rename it")
     prompts = np.array([row["prompt"] for row in anchors])
-    measured = {d: float(np.mean(domains == d)) * len(anchors) / plan[d]["anchors"] for d in plan if plan[d]["anchors"]}
+    measured = {d: int((domains == d).sum()) / plan[d]["anchors"] for d in plan if plan[d]["anchors"]}
     inclusion = np.array([row["inclusion"] * measured[row["domain"]] for row in anchors])
     values = {name: _column(anchors, *where) for name, where in COLUMNS.items()}
     values["alive"] = np.array([row["alive"] for row in anchors], dtype=np.float64)
@@ -110,13 +112,7 @@ def last_line(summary):
 
 def plot(summary, path):
     """Draw the floor curves, one panel for order 0 and one for order 1 (Figs. 2 and 3 form); needs matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise RecordError("--plot needs matplotlib: pip install 'blockfloor[plot]'") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
+    plt = check_plot(path)
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), sharex=True, layout="constrained")
     for name, group in summary["groups"].items():
         bold = name in ("pooled", "equal-domain")
@@ -135,6 +131,26 @@ def plot(summary, path):
     figure.suptitle(_title(summary), fontsize=9)
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+def check_plot(path):
+    """Make sure that a figure can be written to `path` (before a long run), and return matplotlib's pyplot."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise RecordError("--plot needs matplotlib: pip install 'blockfloor[plot]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    path, known = Path(path), plt.figure().canvas.get_supported_filetypes()
+    plt.close()
+    if path.suffix.lstrip(".").lower() not in known:
+        raise RecordError(f"--plot {path}: name a file that ends in one of .{', .'.join(sorted(known))}")
+    try:
+        path.touch()
+    except OSError as error:
+        raise RecordError(f"--plot {path} cannot be written: {error.strerror}") from None
+    return plt
 
 
 def _column(anchors, order, field):

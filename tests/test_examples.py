@@ -245,7 +245,7 @@ def test_the_toy_needs_no_model(command, tmp_path, capsys):
     ],
 )
 def test_the_toy_refuses_what_it_cannot_honour(command, flags, part):
-    # finds a bug: an unknown domain beside a known one is dropped in silence, and the reference backend's refusals
+    # was once: an unknown domain beside a known one is dropped in silence, and the reference backend's refusals
     # of a device and a dtype are made where a model is loaded only
     assert part in refused(command(target="toy", prompts=None, limit=1, **flags))
 
@@ -402,7 +402,7 @@ def test_bad_commands_are_one_line_that_names_the_fault(command, tmp_path, flags
 
 @pytest.mark.parametrize(("flag", "value"), [("limit", 0), ("prompt_tokens", 0), ("prompt_tokens", -1)])
 def test_limits_below_one_are_refused_by_name(command, flag, value):
-    # finds a bug: 0 is taken for no limit (a smoke run becomes the whole one), and --prompt-tokens -1 is blamed on
+    # was once: 0 is taken for no limit (a smoke run becomes the whole one), and --prompt-tokens -1 is blamed on
     # --answer-tokens
     message = refused(command(**{flag: value}))
     assert flag.replace("_", "-") in message.replace("_", "-")
@@ -444,7 +444,7 @@ def test_resuming_with_other_settings_is_refused(command, tmp_path, capsys):  # 
 
 
 def test_the_refusal_names_the_thinking_flag(command, tmp_path, capsys):
-    # finds a bug: only the first difference in the alphabet is named, here a hash of the prompts, not the flag
+    # was once: only the first difference in the alphabet is named, here a hash of the prompts, not the flag
     here(capsys, command(limit=1))
     message = refused(command(limit=1, thinking="on"))
     for part in ("thinking", "'off'", "'on'"):
@@ -452,7 +452,7 @@ def test_the_refusal_names_the_thinking_flag(command, tmp_path, capsys):
 
 
 def test_resuming_with_the_same_texts_under_other_ids_is_refused(command, tmp_path, prompts, capsys):
-    # finds a bug: the provenance hashes the prompts' tokens but not their ids and domains, so a renamed prompts file
+    # was once: the provenance hashes the prompts' tokens but not their ids and domains, so a renamed prompts file
     # is resumed into the old one's records, and the report stumbles over the domain that is not in the plan
     here(capsys, command(limit=1, prompts=prompts[:1]))
     whole = (tmp_path / "records.jsonl").read_bytes()
@@ -463,7 +463,7 @@ def test_resuming_with_the_same_texts_under_other_ids_is_refused(command, tmp_pa
 
 
 def test_resuming_with_other_weights_is_refused(command, tmp_path, folder, capsys):
-    # finds a bug: a folder's weights are not in the provenance, so a run is resumed with another model's
+    # was once: a folder's weights are not in the provenance, so a run is resumed with another model's
     other = tmp_path / folder.name
     other.mkdir()
     for file in folder.iterdir():
@@ -477,7 +477,7 @@ def test_resuming_with_other_weights_is_refused(command, tmp_path, folder, capsy
 
 @pytest.mark.parametrize("out", ["folder", "file/records.jsonl", "notes.txt"])
 def test_records_that_cannot_be_written_are_one_line(command, tmp_path, out):
-    # finds a bug: a folder as --out, or a file where its folder should be, is an OSError with a traceback
+    # was once: a folder as --out, or a file where its folder should be, is an OSError with a traceback
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     (tmp_path / "notes.txt").write_text("Some notes.\n")
@@ -486,7 +486,7 @@ def test_records_that_cannot_be_written_are_one_line(command, tmp_path, out):
 
 
 def test_a_figure_that_cannot_be_written_is_one_line(command, tmp_path):
-    # finds a bug: a folder that is not there is a traceback, after the whole measurement
+    # was once: a folder that is not there is a traceback, after the whole measurement
     pytest.importorskip("matplotlib")
     assert "no/such" in refused(command(limit=1, plot=tmp_path / "no/such/floors.png"))
 
@@ -499,7 +499,7 @@ def test_devices_that_are_not_there_are_refused(command):
 
 
 def test_a_device_that_does_not_exist_is_one_line(command):
-    # finds a bug: torch's RuntimeError for an unknown device is a traceback
+    # was once: torch's RuntimeError for an unknown device is a traceback
     pytest.importorskip("torch")
     assert "gpu" in refused(command(backend="fast", device="gpu"))
 

@@ -159,7 +159,7 @@ def test_a_prompt_that_encodes_to_other_tokens_is_refused_on_resume(tmp_path, to
 
 @pytest.mark.parametrize("second", [(4, 4), (0, 1)], ids=["other text", "same text"])
 def test_a_prompt_id_used_twice_is_refused_before_the_target_is_asked(tmp_path, second):  # J2 (a), (c)
-    # finds a bug: the second prompt silently takes the first one's answer
+    # was once: the second prompt silently takes the first one's answer
     prompts = [*PROMPTS, EncodedPrompt("sums:0", "talk", second)]
     backend, asked = counting()
     with pytest.raises(ValueError, match="sums:0"):

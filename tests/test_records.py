@@ -162,7 +162,7 @@ def test_a_file_with_other_settings_is_refused_with_both_values(path, key, value
 
 @pytest.mark.parametrize(("key", "value"), [("design.seed", 31), ("design.law.top_p", 0.8), ("revision", "b" * 40)])
 def test_the_refusal_names_only_the_field_that_differs(path, key, value):
-    # finds a bug: a change inside the design prints the whole old and new design, and the reader looks for the field
+    # was once: a change inside the design prints the whole old and new design, and the reader looks for the field
     write(path)
     with pytest.raises(RecordError) as refusal:
         RecordFile(path, changed(key, value)[0])
@@ -230,7 +230,7 @@ def test_what_is_not_a_record_file_is_refused_and_left_alone(path, data):
 
 @pytest.mark.parametrize("data", [b"a note", b"Some notes\nof mine, unfinished", b'{"id": 1, "prompt": "Hello"}'])
 def test_not_even_the_last_line_of_another_file_is_cut_off(path, data):
-    # finds a bug: the half-written last line is cut off before the file is known to be a record file, and a file
+    # was once: the half-written last line is cut off before the file is known to be a record file, and a file
     # of one line without a line break is overwritten whole
     path.parent.mkdir()
     path.write_bytes(data)
@@ -278,7 +278,7 @@ def test_nan_and_infinity_are_refused_and_nothing_is_written(path, value):  # J3
 
 
 def test_text_that_is_not_unicode_is_refused_for_what_it_is(path):
-    # finds a bug: a lone surrogate (a folder whose name is not UTF-8) is reported as NaN or infinity
+    # was once: a lone surrogate (a folder whose name is not UTF-8) is reported as NaN or infinity
     with RecordFile(path, PROVENANCE) as records:
         with pytest.raises(ValueError) as refusal:
             records.append({"kind": "answer", "prompt": "\udcff"})

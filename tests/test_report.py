@@ -236,7 +236,7 @@ def test_a_part_of_a_run_shrinks_the_inclusion():
 
 @pytest.mark.parametrize(("here", "everywhere"), [(7, 25), (14, 25), (29, 35), (48, 96), (96, 384)])
 def test_positions_that_are_all_measured_have_inclusion_one(here, everywhere):
-    # finds a bug: mean(domain) * anchors / planned rounds to 1.0000000000000002 for 7 of 25 anchors, and a finished
+    # was once: mean(domain) * anchors / planned rounds to 1.0000000000000002 for 7 of 25 anchors, and a finished
     # run whose strata were taken whole ends in "inclusion probabilities must lie in (0, 1]"
     rng = np.random.default_rng(2)
     sizes = {"sums": here, "talk": everywhere - here}
@@ -261,7 +261,7 @@ def test_a_file_without_anchors_is_refused(rows):
 
 @pytest.mark.parametrize("name", ["pooled", "equal-domain"])
 def test_a_domain_named_like_a_mean_is_not_overwritten_by_it(name):
-    # finds a bug: a prompts file pooled.jsonl makes a domain whose numbers the pooled mean replaces
+    # was once: a prompts file pooled.jsonl makes a domain whose numbers the pooled mean replaces
     rows = json.loads(json.dumps(finished()).replace('"talk"', json.dumps(name)))
     try:
         summary = summarise(rows)
@@ -371,6 +371,6 @@ def test_plot_writes_an_image(tmp_path, rows):
 
 @pytest.mark.parametrize("name", ["floors.nonsense", "no/such/folder/floors.png"])
 def test_a_figure_that_cannot_be_written_is_one_line(path, tmp_path, capsys, name):
-    # finds a bug: an unknown format (ValueError) or a folder that is not there (OSError) is a traceback
+    # was once: an unknown format (ValueError) or a folder that is not there (OSError) is a traceback
     pytest.importorskip("matplotlib")
     refused(capsys, path, "--plot", tmp_path / name)

@@ -1,0 +1,50 @@
+"""The README's own commands, run as they stand: those that need no network, no model and no installing."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", README, flags=re.S) for line in block.splitlines()]
+
+
+def test_the_main_job_and_its_report(tmp_path):
+    pytest.importorskip("torch")
+    (install,) = [c for c in COMMANDS if "--target toy" in c]
+    (report,) = [c for c in COMMANDS if c.startswith("python -m reference.report")]
+    setup, main = install.split(" && ")
+    assert setup == "pip install -e ."
+    for name in ("examples", "models", "reference", "fast"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    documents = []
+    for command in (main.replace("--anchors 24", "--anchors 3"), report):
+        words = shlex.split(command)
+        assert words[0] == "python"
+        run = subprocess.run([sys.executable, *words[1:]], cwd=tmp_path, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        documents.append(json.loads(run.stdout.splitlines()[-1]))
+    assert documents[0] == documents[1]
+    assert documents[0]["anchors"] == 6
+
+
+def test_the_test_command():
+    assert "pip install -e '.[test]' && python -m pytest" in COMMANDS
+
+
+def test_flags_in_the_readme_exist():
+    source = (ROOT / "examples" / "floor_qwen3_4b.py").read_text()
+    for command in COMMANDS:
+        if "floor_qwen3_4b.py" in command:
+            for flag in re.findall(r"--[a-z-]+", command):
+                assert f'"{flag}"' in source, f"{flag} is no flag of the example"
+
+
+def test_every_folder_on_the_map_exists():
+    for name in re.findall(r"^\| `([a-z]+/)` \|", README, flags=re.M):
+        assert (ROOT / name).is_dir()
