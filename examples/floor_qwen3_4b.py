@@ -59,8 +59,8 @@ def run(options):
     target, prompts, special_ids, about = load(options, design, backend, device, dtype, say)
     provenance = {
         "target": options.target, "revision": None, "design": design.provenance(), **about,
-        "prompts": sha([(p.id, p.domain, p.tokens) for p in prompts]), "backend": options.backend, "dtype": dtype, "device": device,
-        "hardware": hardware(device), "versions": versions(options.backend), "commit": commit(),
+        "prompts": sha([(p.id, p.domain, p.tokens) for p in prompts]), "backend": options.backend, "dtype": dtype,
+        "device": device, "hardware": hardware(device), "versions": versions(options.backend), "commit": commit(),
     }  # fmt: skip
     name = provenance["target"].replace("/", "--")
     out = options.out or Path("runs") / f"floors-{name}-{options.backend}.jsonl"

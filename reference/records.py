@@ -11,7 +11,6 @@ import json
 import os
 from pathlib import Path
 
-
 HEAD = b'{"kind":"provenance",'  # how every record file begins
 
 
