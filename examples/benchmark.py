@@ -14,12 +14,12 @@ The last line is one JSON document.
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
 import time
 import warnings
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -95,6 +95,8 @@ def prefixes(folder, length):
     text, target = Text.from_folder(folder), fast.Decoder.load(folder)
     for prompt in PROMPTS:
         tokens = text.chat([{"role": "user", "content": prompt}])
+        if len(tokens) >= length:
+            continue
         (answer,) = fast.write_answers(target, [tokens], np.zeros((1, length - len(tokens))), SamplingLaw(0))
         if len(tokens) + len(answer.tokens) == length:
             yield np.array([*tokens, *answer.tokens])
@@ -194,11 +196,16 @@ def measure_wide_anchor():
             return torch.randn(len(tokens), VOCABULARY) * 2
 
     fast.floor(next(fast.walk(toy.two_token_chain(), [0], 1, np.full((2, 1), 0.5))))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_memory()
     uniforms = np.random.default_rng(0).random((M, GAMMA))
     measure_anchor(fast, Wide(), [0], uniforms, Design(paths=M, gamma=GAMMA))
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(json.dumps({"peak_gb": round((after - before) / 1e6, 2)}))
+    print(json.dumps({"peak_gb": round(peak_memory() - before, 2)}))
+
+
+def peak_memory():
+    """Largest resident size of this process so far, in GB (Linux)."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) / 1e6
 
 
 def seconds(work, *arguments, repeats=1):

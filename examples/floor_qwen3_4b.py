@@ -20,6 +20,7 @@ import platform
 import subprocess
 import sys
 import time
+import warnings
 from collections import Counter
 from pathlib import Path
 
@@ -197,7 +198,11 @@ def encode(options, design, config, text, say):
         )
     thinking = {"off": False, "on": True, "unset": None}[options.thinking]
     taken, dropped, prompts = Counter(), Counter(), []
-    for prompt in read_prompts(options.prompts or builtin_prompts(), domains=options.domains):
+    with warnings.catch_warnings(record=True) as caught:
+        found = read_prompts(options.prompts or builtin_prompts(), domains=options.domains)
+    for warning in caught:
+        say(f"note: {warning.message}")
+    for prompt in found:
         if taken[prompt.domain] == design.anchors:
             continue
         tokens = tuple(text.chat([{"role": "user", "content": prompt.text}], thinking=thinking))

@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-SLAB = 2**17  # entries sorted at a time, to stay in cache
+SLAB = 2**18  # entries sorted at a time, to stay in cache
 SAMPLE = 32  # one in so many columns tells where to look
 
 
@@ -40,11 +40,13 @@ def barycentre(rows, weights=None):
     sure = weights.amax(dim=1) > weights.sum(dim=1) / 2  # it is the weighted median of every coordinate at once
     q = rows[heaviest]
     if not sure.all():
-        used = (rows.amax(dim=0) > 0).nonzero()[:, 0]
-        q[~sure] = 0
-        kept = rows if len(used) == rows.shape[1] else rows[:, used]
+        peak = rows.amax(dim=0)
+        used = (peak > 0).nonzero()[:, 0]
+        if len(used) < rows.shape[1]:  # a truncating law leaves few columns
+            rows, peak = rows[:, used], peak[used]
+            q[~sure] = 0
         for i in (~sure).nonzero()[:, 0]:
-            q[i, used] = _solve(kept, weights[i]).to(q.dtype)
+            q[i, used] = _solve(rows, peak, weights[i]).to(q.dtype)
     return q[0] if one else q
 
 
@@ -72,16 +74,17 @@ def distributions(rows):
     return rows / sums[:, None] if rows.dtype == torch.float64 else rows
 
 
-def _solve(rows, weights):
-    """The barycentre of rows [U, V] under weights [U]: [V]."""
+def _solve(rows, peak, weights):
+    """The barycentre of rows [U, V], whose columns' maxima are `peak`, under weights [U]: [V]."""
     whole = bool((weights == weights.round()).all() and weights.sum() < 2**24)
     weights = weights if whole else weights / weights.sum()
     resolution = 1.0 if whole else 1e-12 if rows.dtype == torch.float64 else 1e-6
     total, columns = float(weights.sum()), rows.shape[1]
     levels = _between(-resolution, total, resolution)
-    if columns > 100 * SAMPLE:  # where to look: the heaviest columns, and every so many of the others
+    complete = whole and len(levels) >= total
+    if columns > 100 * SAMPLE and not complete:  # where to look: the heaviest columns, and some of the others
         heavy = torch.zeros(columns, dtype=torch.bool, device=rows.device)
-        heavy[rows.amax(dim=0).topk(columns // SAMPLE).indices] = True
+        heavy[peak.topk(columns // SAMPLE).indices] = True
         sample = torch.cat([heavy.nonzero()[:, 0], (~heavy).nonzero()[::SAMPLE, 0]])
         guess, _ = _search(rows[:, sample], weights, torch.where(heavy[sample], 1, SAMPLE), levels, resolution)
         near = torch.tensor([-2, -1, 0, 1] if whole else [-1e-2, -1e-3, -1e-4, 1e-4, 1e-3, 1e-2])
@@ -113,8 +116,8 @@ def _search(rows, weights, counts, levels, resolution):
 
 
 def _between(low, high, resolution):
-    """Up to 16 levels strictly between two, on the grid of whole levels where that is the resolution."""
-    levels = torch.linspace(low, high, 18, dtype=torch.float64)[1:-1]
+    """Up to 32 levels strictly between two, on the grid of whole levels where that is the resolution."""
+    levels = torch.linspace(low, high, 34, dtype=torch.float64)[1:-1]
     levels = levels.round().unique() if resolution == 1 else levels
     return levels[(levels > low) & (levels < high)]
 
