@@ -106,6 +106,33 @@ def two_token_chain() -> ToyTarget:
     return markov_chain(np.stack([1 - ones, ones], axis=-1))
 
 
+def parity() -> ToyTarget:
+    """The next token is the parity of everything before it, over the tokens {0, 1} (paper App. G.2).
+
+    Nothing is random, so every information floor is 0.  Yet a proposal that cannot compute parity gives the right
+    token at most 1/2 over uniform prefixes: its whole risk of 1/2 is model gap, and none of it is missing information.
+    """
+    return ToyTarget(2, lambda history: np.eye(2)[sum(history) % 2])
+
+
+def mixture(weights: Sequence[float], sharpness: float = 1.0) -> ToyTarget:
+    """A first token names one of n modes with the given probabilities, and the mode decides everything after it.
+
+    From a prefix of one token, every later row puts `sharpness` on the mode's own token and spreads the rest evenly.
+    Two modes are `sharpness` apart in total variation, so from slot 1 on the order-0 floor is
+    sharpness * (1 - max weight); one token of the first slot, or any later one if sharpness is 1, removes it.
+    """
+    weights = np.asarray(weights, dtype=np.float64)
+    n = len(weights)
+
+    def next_token(history):
+        if len(history) == 1:
+            return weights / weights.sum()
+        return sharpness * np.eye(n)[history[1]] + (1 - sharpness) / n
+
+    return ToyTarget(n, next_token)
+
+
 def study(prompts: int) -> tuple[ToyTarget, dict[str, list[tuple[int, ...]]]]:
     """A target and prompts to try the whole protocol on without a language model.
 

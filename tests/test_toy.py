@@ -80,3 +80,26 @@ def test_random_tables_are_repeatable():
         one.next_token((4, 1, 2, 3)), two.next_token((0, 1, 2, 3)), "exact"
     )  # depth 3: older tokens are forgotten
     assert (one.next_token((1, 2, 3)) != one.next_token((1, 2, 4))).any()
+
+
+@pytest.mark.parametrize("prefix", [(0,), (1,), (1, 0, 1, 1), (1, 1, 1, 1, 1)])
+def test_parity_has_no_floor_and_blind_proposals_all_the_risk(prefix):
+    """App. G.2: the floor is 0; over uniform prefixes the constant proposal has risk 1/2, and none is better."""
+    target = toy.parity()
+    assert toy.exact_floor(target, prefix, 0, 0) == 0
+    assert toy.exact_floor(target, prefix, 3, 0) == 0
+    prefixes = np.array(np.meshgrid(*[[0, 1]] * 4)).reshape(4, -1).T
+    rows = np.array([target.next_token(tuple(x)) for x in prefixes])
+    for q in ([0.5, 0.5], [0.9, 0.1], [0.0, 1.0]):
+        assert_agree(np.abs(rows - q).sum(axis=1).mean() / 2, 0.5, "float64")
+
+
+@pytest.mark.parametrize("weights", [[1.0], [0.5, 0.5], [0.6, 0.3, 0.1], [0.25] * 4])
+@pytest.mark.parametrize("sharpness", [0.0, 0.4, 1.0])
+def test_mixtures(weights, sharpness):
+    target = toy.mixture(weights, sharpness)
+    for slot in (1, 2):
+        assert_agree(toy.exact_floor(target, (0,), slot, 0), sharpness * (1 - max(weights)), "float64")
+        assert_agree(toy.exact_floor(target, (0,), slot, slot), 0.0, "float64")
+    if sharpness == 1:
+        assert_agree(toy.exact_floor(target, (0,), 2, 1), 0.0, "float64")
