@@ -95,7 +95,8 @@ class Layer(nn.Module):
 class Stack(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        shape = config.vocab_size, config.hidden_size
+        self.embed_tokens = nn.Embedding(*shape, _weight=torch.empty(shape))  # not initialised: seconds saved
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
