@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 DISTANCE, FLOORS, PATHS = "reference/distance.py", "reference/floors.py", "reference/paths.py"
 LAWS, STATS = "reference/laws.py", "reference/stats.py"
+VERIFY, OBJECTIVES = "reference/verify.py", "reference/objectives.py"
 MUTANTS = {  # what is forgotten: (file, what stands there, what stands there instead)
     "a weight": (DISTANCE, "weight = (weights / total)[order]", "weight = (0 * weights + 1 / len(rows))[order]"),
     "the rule for ties": (DISTANCE, "step * np.clip((1 - below.sum()) / step.sum(), 0, 1)", "step * 0"),
@@ -21,6 +22,9 @@ MUTANTS = {  # what is forgotten: (file, what stands there, what stands there in
     "the first token": (LAWS, "before[..., 0] = -1", "before[..., 0] += 0"),
     "inclusion": (STATS, "weight = (1 / inclusion)", "weight = (0 * inclusion + 1)"),
     "the second stage": (STATS, "inclusion=a.inclusion * count / len(anchors)", "inclusion=a.inclusion"),
+    "the rest of the target": (VERIFY, "law = excess if excess.any() else p", "law = p"),
+    "the slope of the prefix": (OBJECTIVES, " + by_ratio[..., None] * ratio_slope", ""),
+    "the first stop": (OBJECTIVES, "np.cumsum(stops, axis=-1) - stops == 0", "np.cumsum(stops, axis=-1) == 0"),
     "the prompt": (STATS, "np.unique(np.asarray(prompts), return", "np.unique(np.arange(len(prompts)), return"),
 }
 
