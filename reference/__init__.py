@@ -6,6 +6,9 @@ A reading order, with the parts of "Beyond Parallel Blindness" that each file an
     distance.py   acceptance, total variation, the TV barycentre         Sec. 2, App. B.4
     paths.py      the tree of target continuations                       App. B.3
     floors.py     information floors by grouping                         Sec. 2 (Eq. 2), App. B.3
+    risk.py       drafter risk, oracle and self-conditioned; gap, exposure Sec. 3.3, App. B.5
+    serving.py    reach, accepted length, serving risk, dependence       Sec. 2, 3.5, App. F.1-F.3
+    response.py   best response at one slot, coordinate sweeps           Sec. 3.5, App. F.4-F.6
     verify.py     one round of lossless verification                     D-REAL Sec. 3.1
     objectives.py static decay, D-PACE, TV and D-REAL with gradients     D-REAL Sec. 2, 3, 5.3
     stats.py      anchors, Hajek means, prompt bootstrap                 App. B.2
@@ -22,25 +25,72 @@ from reference.floors import Floor, floor
 from reference.laws import SamplingLaw, draw, truncate, warp
 from reference.objectives import Objective, dpace, dreal, static_decay, tv_static, until_stop
 from reference.paths import Answer, Slot, walk, write_answers
+from reference.response import BestResponse, BlockPaths, Sweep, best_response, credit, fit_proposal, sweep, water_fill
+from reference.risk import Gap, exposure, gap, paired_self_risk, prefix_risks, propagate, risk, self_risk
+from reference.serving import (
+    Dependence,
+    Serving,
+    ServingRisk,
+    accept_factors,
+    accepted_length,
+    accepted_length_product,
+    dependence,
+    largest_risk_from_length,
+    length_from_largest_risk,
+    path_factors,
+    reach,
+    serve,
+    serving_risk,
+    survival,
+)
 from reference.verify import Verdict, residual, verify_block
 
 __all__ = [
     "Answer",
+    "BestResponse",
+    "BlockPaths",
     "Decoder",
+    "Dependence",
     "Floor",
+    "Gap",
     "Objective",
     "SamplingLaw",
+    "Serving",
+    "ServingRisk",
     "Slot",
+    "Sweep",
     "Verdict",
+    "accept_factors",
+    "accepted_length",
+    "accepted_length_product",
     "barycentre",
     "barycentre_risk",
+    "best_response",
+    "credit",
+    "dependence",
     "dpace",
     "draw",
     "dreal",
+    "exposure",
+    "fit_proposal",
     "floor",
+    "gap",
+    "largest_risk_from_length",
+    "length_from_largest_risk",
     "overlap",
+    "paired_self_risk",
+    "path_factors",
+    "prefix_risks",
+    "propagate",
+    "reach",
     "residual",
+    "risk",
+    "self_risk",
+    "serve",
+    "serving_risk",
     "static_decay",
+    "survival",
+    "sweep",
     "total_variation",
     "truncate",
     "tv_static",
@@ -48,5 +98,6 @@ __all__ = [
     "verify_block",
     "walk",
     "warp",
+    "water_fill",
     "write_answers",
 ]

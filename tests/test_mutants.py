@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 DISTANCE, FLOORS, PATHS = "reference/distance.py", "reference/floors.py", "reference/paths.py"
 LAWS, STATS = "reference/laws.py", "reference/stats.py"
+RISK, SERVING, RESPONSE = "reference/risk.py", "reference/serving.py", "reference/response.py"
 VERIFY, OBJECTIVES = "reference/verify.py", "reference/objectives.py"
 MUTANTS = {  # what is forgotten: (file, what stands there, what stands there instead)
     "a weight": (DISTANCE, "weight = (weights / total)[order]", "weight = (0 * weights + 1 / len(rows))[order]"),
@@ -25,6 +26,9 @@ MUTANTS = {  # what is forgotten: (file, what stands there, what stands there in
     "the rest of the target": (VERIFY, "law = excess if excess.any() else p", "law = p"),
     "the slope of the prefix": (OBJECTIVES, " + by_ratio[..., None] * ratio_slope", ""),
     "the first stop": (OBJECTIVES, "np.cumsum(stops, axis=-1) - stops == 0", "np.cumsum(stops, axis=-1) == 0"),
+    "the law of one's own drafts": (RISK, "total += share * (weights @ risks)", "total += (weights @ risks)"),
+    "that paths stop": (SERVING, "reach(factors)[..., :-1]], axis=-1) * alive", "reach(factors)[..., :-1]], axis=-1)"),
+    "what follows": (RESPONSE, "onward = 1 + factors[:, j] * onward", "onward = factors[:, j] * onward"),
     "the prompt": (STATS, "np.unique(np.asarray(prompts), return", "np.unique(np.arange(len(prompts)), return"),
 }
 
