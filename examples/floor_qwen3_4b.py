@@ -59,9 +59,10 @@ def run(options):
     load = load_toy if options.target == "toy" else load_model
     target, prompts, special_ids, about = load(options, design, backend, device, dtype, say)
     provenance = {
-        "target": options.target, "revision": None, "design": design.provenance(), **about,
+        "target": options.target, "revision": None, "design": design.provenance(),
         "prompts": sha([(p.id, p.domain, p.tokens) for p in prompts]), "backend": options.backend, "dtype": dtype,
         "device": device, "hardware": hardware(device), "versions": versions(options.backend), "commit": commit(),
+        **about,
     }  # fmt: skip
     name = provenance["target"].replace("/", "--")
     out = options.out or Path("runs") / f"floors-{name}-{options.backend}.jsonl"
@@ -71,7 +72,7 @@ def run(options):
         done = sum(row["kind"] == "anchor" for row in records.rows)
         say(f"records: {out} ({done} anchors done)")
         if not done:
-            say(estimate(target, prompts, design, dtype))
+            say(estimate(target, prompts, design, provenance["dtype"]))
         protocol.measure(backend, target, prompts, design, records, special_ids=special_ids, quiet=options.quiet)
     summary = report.summarise(*report.read(out))
     say(report.table(summary))
@@ -96,7 +97,7 @@ def load_model(options, design, backend, device, dtype, say):
         "target": snapshot.name, "revision": snapshot.revision or f"files {digest(snapshot.folder)}",
         "config": sha(config), "thinking": options.thinking,
         "template": text.template_hash, "template_source": text.template_source,
-        "stop_ids": list(text.stop_ids), "stop_source": text.stop_source,
+        "stop_ids": list(text.stop_ids), "stop_source": text.stop_source, "special_ids": sha(sorted(text.special_ids)),
     }  # fmt: skip
     return target, prompts, text.special_ids, about
 
@@ -106,6 +107,8 @@ def load_toy(options, design, *_):
     for name in ("prompts", "revision", "stop_ids", "prompt_tokens"):
         if getattr(options, name):
             raise ValueError(f"--{name.replace('_', '-')} means nothing to the toy target")
+    if options.device not in ("auto", "cpu") or options.dtype not in ("auto", "float64"):
+        raise ValueError("the toy target is float64 on the CPU; leave out --device and --dtype")
     target, domains = toy.study(design.anchors)
     if unknown := set(options.domains or domains) - set(domains):
         raise ValueError(f"no domain {', '.join(sorted(unknown))}; the toy has {', '.join(domains)}")
@@ -115,7 +118,7 @@ def load_toy(options, design, *_):
         if name in (options.domains or domains)
         for i, tokens in enumerate(all_tokens)
     ]
-    return target, prompts, (), {}
+    return target, prompts, (), {"device": "cpu", "dtype": "float64"}
 
 
 def parse(arguments):

@@ -4,13 +4,25 @@ Read `reference` for what a function means; read here for how it is made fast.  
 package as its backend and follows the same paths in both.
 """
 
+from fast.clusters import KMedian, k_median
 from fast.decoder import Decoder
 from fast.distance import barycentre, barycentre_risk, overlap, total_variation
+from fast.enumeration import enumerate_paths
 from fast.floors import Floor, floor
+from fast.information import (
+    LogMean,
+    RealisedLoss,
+    ce_realised,
+    effective_support,
+    jackknife,
+    mutual_information,
+    recovery,
+)
 from fast.laws import SamplingLaw, draw, truncate, warp
 from fast.objectives import Objective, dpace, dreal, static_decay, tv_static, until_stop
 from fast.paths import Answer, Slot, walk, write_answers
 from fast.response import BestResponse, BlockPaths, Sweep, best_response, credit, fit_proposal, sweep, water_fill
+from fast.reweighting import ReweightedFloor, WeightedSlot, floor_by_reweighting, force_suffix, soft_floor, soften
 from fast.risk import Gap, exposure, gap, paired_self_risk, prefix_risks, propagate, risk, self_risk
 from fast.serving import (
     Dependence,
@@ -38,41 +50,57 @@ __all__ = [
     "Dependence",
     "Floor",
     "Gap",
+    "KMedian",
+    "LogMean",
     "Objective",
+    "RealisedLoss",
+    "ReweightedFloor",
     "SamplingLaw",
     "Serving",
     "ServingRisk",
     "Slot",
     "Sweep",
     "Verdict",
+    "WeightedSlot",
     "accept_factors",
     "accepted_length",
     "accepted_length_product",
     "barycentre",
     "barycentre_risk",
     "best_response",
+    "ce_realised",
     "credit",
     "dependence",
     "dpace",
     "draw",
     "dreal",
+    "effective_support",
+    "enumerate_paths",
     "exposure",
     "fit_proposal",
     "floor",
+    "floor_by_reweighting",
+    "force_suffix",
     "gap",
+    "jackknife",
+    "k_median",
     "largest_risk_from_length",
     "length_from_largest_risk",
+    "mutual_information",
     "overlap",
     "paired_self_risk",
     "path_factors",
     "prefix_risks",
     "propagate",
     "reach",
+    "recovery",
     "residual",
     "risk",
     "self_risk",
     "serve",
     "serving_risk",
+    "soft_floor",
+    "soften",
     "static_decay",
     "survival",
     "sweep",

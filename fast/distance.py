@@ -55,7 +55,9 @@ def barycentre_risk(rows, q, weights=None):
 
     Args: rows [U, V]; q [V]; weights [U] or None = equal.
     """
-    weights = _weights(weights, rows)
+    weights, (q,) = _weights(weights, rows), distributions(q[None])
+    if q.shape != rows[0].shape:
+        raise ValueError(f"a proposal over {len(q)} tokens cannot meet rows over {rows.shape[1]}")
     risks = torch.stack([total_variation(row, q) for row in distributions(rows)])  # row by row stays in cache
     return float(weights @ risks.double() / weights.sum())
 

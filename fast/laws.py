@@ -20,7 +20,9 @@ def warp(logits, law=SamplingLaw()):
         raise ValueError(f"logits row {tuple(bad[0].tolist())} has no finite maximum (NaN, +inf or all -inf)")
     if law.temperature == 0:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(dim=-1, keepdim=True), 1.0)
-    probs = torch.softmax(logits if law.temperature == 1 else (logits - top) / law.temperature, dim=-1)
+    limits = torch.finfo(logits.dtype)
+    temperature = min(max(law.temperature, limits.tiny), limits.max)  # as a number of this dtype, not 0 or infinity
+    probs = torch.softmax(logits if temperature == 1 else (logits - top) / temperature, dim=-1)
     if 0 < law.top_k < logits.shape[-1] or law.top_p < 1:
         ranked, order = probs.sort(dim=-1, descending=True, stable=True)
         if law.top_k:

@@ -122,12 +122,11 @@ def mixture(weights: Sequence[float], sharpness: float = 1.0) -> ToyTarget:
     Two modes are `sharpness` apart in total variation, so from slot 1 on the order-0 floor is
     sharpness * (1 - max weight); one token of the first slot, or any later one if sharpness is 1, removes it.
     """
-    weights = np.asarray(weights, dtype=np.float64)
-    n = len(weights)
+    first, n = np.asarray(weights, dtype=np.float64), len(weights)
 
     def next_token(history):
         if len(history) == 1:
-            return weights / weights.sum()
+            return first / first.sum()
         return sharpness * np.eye(n)[history[1]] + (1 - sharpness) / n
 
     return ToyTarget(n, next_token)

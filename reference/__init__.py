@@ -6,6 +6,9 @@ A reading order, with the parts of "Beyond Parallel Blindness" that each file an
     distance.py   acceptance, total variation, the TV barycentre         Sec. 2, App. B.4
     paths.py      the tree of target continuations                       App. B.3
     floors.py     information floors by grouping                         Sec. 2 (Eq. 2), App. B.3
+    enumeration.py, reweighting.py   exact and reweighted prefixes: certified brackets, soft order-1 floor   App. B.3
+    clusters.py   oracle-routed K-median                                 App. D.2
+    information.py  the log-loss companion                               App. A.3, B.2, B.6
     risk.py       drafter risk, oracle and self-conditioned; gap, exposure Sec. 3.3, App. B.5
     serving.py    reach, accepted length, serving risk, dependence       Sec. 2, 3.5, App. F.1-F.3
     response.py   best response at one slot, coordinate sweeps           Sec. 3.5, App. F.4-F.6
@@ -19,13 +22,25 @@ A reading order, with the parts of "Beyond Parallel Blindness" that each file an
 `fast` holds the same names in PyTorch.  Importing `reference` never imports torch.
 """
 
+from reference.clusters import KMedian, k_median
 from reference.decoder import Decoder
 from reference.distance import barycentre, barycentre_risk, overlap, total_variation
+from reference.enumeration import enumerate_paths
 from reference.floors import Floor, floor
+from reference.information import (
+    LogMean,
+    RealisedLoss,
+    ce_realised,
+    effective_support,
+    jackknife,
+    mutual_information,
+    recovery,
+)
 from reference.laws import SamplingLaw, draw, truncate, warp
 from reference.objectives import Objective, dpace, dreal, static_decay, tv_static, until_stop
 from reference.paths import Answer, Slot, walk, write_answers
 from reference.response import BestResponse, BlockPaths, Sweep, best_response, credit, fit_proposal, sweep, water_fill
+from reference.reweighting import ReweightedFloor, WeightedSlot, floor_by_reweighting, force_suffix, soft_floor, soften
 from reference.risk import Gap, exposure, gap, paired_self_risk, prefix_risks, propagate, risk, self_risk
 from reference.serving import (
     Dependence,
@@ -53,41 +68,57 @@ __all__ = [
     "Dependence",
     "Floor",
     "Gap",
+    "KMedian",
+    "LogMean",
     "Objective",
+    "RealisedLoss",
+    "ReweightedFloor",
     "SamplingLaw",
     "Serving",
     "ServingRisk",
     "Slot",
     "Sweep",
     "Verdict",
+    "WeightedSlot",
     "accept_factors",
     "accepted_length",
     "accepted_length_product",
     "barycentre",
     "barycentre_risk",
     "best_response",
+    "ce_realised",
     "credit",
     "dependence",
     "dpace",
     "draw",
     "dreal",
+    "effective_support",
+    "enumerate_paths",
     "exposure",
     "fit_proposal",
     "floor",
+    "floor_by_reweighting",
+    "force_suffix",
     "gap",
+    "jackknife",
+    "k_median",
     "largest_risk_from_length",
     "length_from_largest_risk",
+    "mutual_information",
     "overlap",
     "paired_self_risk",
     "path_factors",
     "prefix_risks",
     "propagate",
     "reach",
+    "recovery",
     "residual",
     "risk",
     "self_risk",
     "serve",
     "serving_risk",
+    "soft_floor",
+    "soften",
     "static_decay",
     "survival",
     "sweep",

@@ -8,9 +8,11 @@ at slot k is at least
 so at one anchor: split the sampled prefixes into cells that agree on what the proposal sees, find each cell's
 TV barycentre, and average the risks that are left.  Order 0 has a single cell; order 1 groups by predecessor.
 
-Two estimates bracket the truth.  Scoring a barycentre on the rows it was fitted to leans low (a cell with one
-path scores 0); fitting on one half of a cell's paths and scoring on the other leans high.  Here the second is
-cross-fitted: every path of a splittable cell is scored once, by the half it is not in (App. B.3 uses one direction).
+Two estimates show both sides of the bias.  Scoring a barycentre on the rows it was fitted to leans low (a cell with
+one path scores 0).  Fitting on one half of a cell's paths and scoring on the other leans high, for the cells that
+can be split; it is cross-fitted here: every path of such a cell is scored once, by the half it is not in (App. B.3
+uses one direction).  Cells met by a single path are left out of the second and may have any floor, which the
+coverage interval allows for.  None of this is sampling error: that is the prompt bootstrap's (`stats.py`).
 
 Twin: `fast/floors.py`.  Tests: `tests/test_floors.py` (closed forms, enumeration).
 """
@@ -27,10 +29,11 @@ class Floor:
     """An estimated information floor at one anchor and slot; probabilities in [0, 1].
 
     fit         risk of the barycentres on the rows they were fitted to (leans low)
-    held_out    cross-fitted in both directions, over the splittable cells (leans high); None if there are none
+    held_out    cross-fitted in both directions; leans high for the splittable cells, the only ones it is about;
+                None if there are none
     split       one direction only, fit on even and score on odd paths: the paper's T^(1)
-    lower       coverage interval: the mass outside splittable cells may have any floor between 0 and 1, so the
-    upper       whole lies in [c T, c T + 1 - c] with T = held_out (exact weights: T = fit)
+    lower       coverage interval [c T, c T + 1 - c], T = held_out (exact weights: T = fit): what T for all cells
+    upper       can be if the mass outside splittable cells has any floor from 0 to 1
     covered     c, share of the mass that the estimate stands for
     support     number of distinct prefixes
     """

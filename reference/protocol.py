@@ -66,9 +66,20 @@ def measure(backend, target, prompts, design, records, *, special_ids=(), quiet=
     check_prompts(prompts)
     answers = write_answers(backend, target, prompts, design, records, quiet)
     anchors = plan(prompts, answers, design, special_ids)
+    if not anchors:
+        longest = max(len(answer["tokens"]) for answer in answers.values())
+        raise ValueError(
+            f"no position can be an anchor: the longest answer has {longest} tokens, gamma is {design.gamma}"
+        )
     done = {(row["prompt"], row["position"]) for row in records.rows if row["kind"] == "anchor"}
-    if not any(row["kind"] == "plan" for row in records.rows):
-        records.append(describe(prompts, answers, anchors, design, special_ids))
+    wanted = describe(prompts, answers, anchors, design, special_ids)
+    plans = [row for row in records.rows if row["kind"] == "plan"]
+    if plans not in ([], [wanted]) or not done <= {(anchor.prompt, anchor.position) for anchor in anchors}:
+        raise RecordError(
+            f"the rows of {records.path} do not follow from its answers; it was edited, use another --out"
+        )
+    if not plans:
+        records.append(wanted)
     tokens = {prompt.id: prompt.tokens for prompt in prompts}
     bar = tqdm(anchors, desc="anchors", unit="anchor", disable=quiet)
     for anchor in bar:

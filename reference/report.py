@@ -3,9 +3,9 @@
     python -m reference.report RECORDS.jsonl [--plot FLOORS.png]
 
 Per slot: the order-0 floor T0 scored on the paths it was fitted to (leans low) and held out (leans high), with
-the 95% prompt-bootstrap interval of the first; the order-1 floor T1 plug-in (low), cross-fitted (high) and with
-its coverage interval; the share of T0 that one token removes, 1 - T1/T0 with the cross-fitted T1; and the
-largest acceptance any all-parallel proposal can reach, 1 - T0.
+the 95% prompt-bootstrap interval of the first; the order-1 floor T1 plug-in (low), cross-fitted over the cells
+that can be split, and the interval that the other cells leave open; the share of T0 that one token removes,
+1 - T1/T0 with the cross-fitted T1; and the largest acceptance any all-parallel proposal can reach, 1 - T0.
 
 `pooled` weighs every eligible position alike (Hajek, as in the paper), `equal-domain` every domain alike.
 Tests: `tests/test_report.py`.
@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from reference.records import RecordError, read
-from reference.stats import equal_domains, hajek_sums, prompt_bootstrap
+from reference.stats import hajek_sums, prompt_bootstrap
 
 # name in the summary: (floor, field of its record)
 COLUMNS = {
@@ -38,42 +38,63 @@ def summarise(provenance, rows, *, replicates=10_000):
 
     Args: provenance and rows, as `records.read` returns them; a run that has not finished is reported on the
         anchors it has, a random part of its plan, with the inclusion probabilities shrunk accordingly.
-    Returns: {"provenance", "plan", "anchors", "prompts", "groups": {group: {column: [per slot]}}}.
-    Raises: RecordError if no anchor was measured.
+    Returns: {"provenance", "plan", "anchors", "prompts", "measured": {domain: {"anchors", "prompts"}},
+        "groups": {group: {column: [per slot]}}}.
+    Raises: RecordError if no anchor was measured or the rows do not belong to one run.
     """
-    anchors = [row for row in rows if row["kind"] == "anchor"]
-    plan = next((row["domains"] for row in rows if row["kind"] == "plan"), None)
-    if not anchors:
-        raise RecordError("the record file holds no measured anchor yet; run the measurement first")
-    keys = [(row["prompt"], row["position"]) for row in anchors]
-    if len(set(keys)) < len(keys):
-        raise RecordError("the record file holds an anchor twice; it was not written by one run")
-
-    domains = np.array([row["domain"] for row in anchors])
-    if taken := {"pooled", "equal-domain"} & set(domains.tolist()):
-        raise RecordError(f"a domain is called {taken.pop()!r}, the name of a mean over domains; rename it")
-    prompts = np.array([row["prompt"] for row in anchors])
-    measured = {d: int((domains == d).sum()) / plan[d]["anchors"] for d in plan if plan[d]["anchors"]}
-    inclusion = np.array([row["inclusion"] * measured[row["domain"]] for row in anchors])
-    values = {name: _column(anchors, *where) for name, where in COLUMNS.items()}
-    values["alive"] = np.array([row["alive"] for row in anchors], dtype=np.float64)
-    values["distinct"] = np.array([row["distinct"] for row in anchors], dtype=np.float64)
-
-    groups = {}
-    present = [d for d in plan if (domains == d).any()]
-    for domain in present:
-        here = domains == domain
-        mine = {name: column[here] for name, column in values.items()}
-        groups[domain] = _group(mine, inclusion[here], prompts[here], None, replicates)
-    groups["pooled"] = _group(values, inclusion, prompts, None, replicates)
-    groups["equal-domain"] = _group(values, equal_domains(inclusion, domains), prompts, domains, replicates)
+    try:
+        plan, anchors = check_rows(rows)
+        domains = np.array([row["domain"] for row in anchors])
+        prompts = np.array([row["prompt"] for row in anchors])
+        here = {d: domains == d for d in plan if (domains == d).any()}
+        measured = {d: {"anchors": int(h.sum()), "prompts": len(set(prompts[h]))} for d, h in here.items()}
+        inclusion = np.array([row["inclusion"] for row in anchors])
+        for domain, count in measured.items():
+            inclusion[here[domain]] *= count["anchors"] / plan[domain]["anchors"]
+        values = {name: _column(anchors, *where) for name, where in COLUMNS.items()}
+        values["alive"] = np.array([row["alive"] for row in anchors], dtype=np.float64)
+        values["distinct"] = np.array([row["distinct"] for row in anchors], dtype=np.float64)
+        groups = {}
+        for domain, h in here.items():
+            mine = {name: column[h] for name, column in values.items()}
+            groups[domain] = _group(mine, inclusion[h], prompts[h], None, replicates)
+        groups["pooled"] = _group(values, inclusion, prompts, None, replicates)
+        groups["equal-domain"] = _group(values, inclusion, prompts, domains, replicates)
+    except RecordError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise RecordError(f"the rows are not those of one run ({type(error).__name__}: {error})") from None
     return {
         "provenance": {k: v for k, v in provenance.items() if k != "kind"},
         "plan": plan,
         "anchors": len(anchors),
         "prompts": len(set(prompts)),
+        "measured": measured,
         "groups": groups,
     }
+
+
+def check_rows(rows):
+    """(the plan's domains, the anchor rows) of a run, or a RecordError that says what does not fit together."""
+    anchors = [row for row in rows if row["kind"] == "anchor"]
+    plans = [row["domains"] for row in rows if row["kind"] == "plan"]
+    if not anchors:
+        raise RecordError("the record file holds no measured anchor yet; run the measurement first")
+    if len(plans) != 1:
+        raise RecordError(f"the record file holds {len(plans)} plans instead of one; it was not written by one run")
+    keys = [(row["prompt"], row["position"]) for row in anchors]
+    if len(set(keys)) < len(keys):
+        raise RecordError("the record file holds an anchor twice; it was not written by one run")
+    for domain in {row["domain"] for row in anchors}:
+        if domain in ("pooled", "equal-domain"):
+            raise RecordError(f"a domain is called {domain!r}, the name of a mean over domains; rename it")
+        count, planned = (
+            sum(row["domain"] == domain for row in anchors),
+            plans[0].get(domain, {"anchors": 0})["anchors"],
+        )
+        if count > planned:
+            raise RecordError(f"{count} anchors of {domain} for a plan of {planned}; it was not written by one run")
+    return plans[0], anchors
 
 
 def table(summary):
@@ -83,14 +104,19 @@ def table(summary):
         "slot    T0 fit  held-out   95% interval    T1 plug-in  cross-fit  coverage interval   removed   "
         "1 - T0   alive  distinct"
     )
-    for name, group in summary["groups"].items():
-        counts = summary["plan"].get(name)
-        about = (
-            f"{counts['anchors']} anchors planned of {counts['eligible']} positions in {counts['prompts']} answers"
-            f" ({counts['cut_answers']} cut by the length cap)"
-            if counts
-            else f"{summary['anchors']} anchors, {summary['prompts']} prompts"
+    planned = sum(counts["anchors"] for counts in summary["plan"].values())
+    if summary["anchors"] < planned:
+        lines.append(
+            f"UNFINISHED: {summary['anchors']} of {planned} planned anchors are measured, a random part of them."
         )
+    for name, group in summary["groups"].items():
+        about = f"{summary['anchors']} anchors of {summary['prompts']} prompts"
+        if name in summary["measured"]:
+            counts, mine = summary["plan"][name], summary["measured"][name]
+            about = (
+                f"{mine['anchors']} anchors of {mine['prompts']} prompts, out of {counts['eligible']} positions in "
+                f"{counts['prompts']} answers ({counts['cut_answers']} cut by the length cap)"
+            )
         lines += ["", f"{name}: {about}", head]
         for k in range(len(group["t0_fit"])):
             cell = {column: group[column][k] for column in group}
@@ -168,15 +194,19 @@ def _group(values, inclusion, prompts, strata, replicates):
         if name in ("t0_fit", "t1_held_out"):
             out[name[:2] + "_low"], out[name[:2] + "_high"] = _listed(means.low[i]), _listed(means.high[i])
 
-    both = np.where(np.isnan(values["t0_fit"] + values["t1_held_out"]), np.nan, 1)  # the same anchors above and below
-    kept = prompt_bootstrap(
-        *(hajek_sums(values[name] * both, inclusion)[0] for name in ("t1_held_out", "t0_fit")), prompts, **options
-    )
-    out["removed"], out["removed_low"], out["removed_high"] = (
-        _listed(1 - part) for part in (kept.value, kept.high, kept.low)
-    )
+    both = np.stack([values["t1_held_out"], values["t0_fit"]], axis=1)
+    both[np.isnan(both).any(axis=1, keepdims=True).repeat(2, axis=1)] = np.nan  # the same anchors above and below
+    removed = prompt_bootstrap(*hajek_sums(both, inclusion), prompts, combine=_removed, **options)
+    out["removed"], out["removed_low"], out["removed_high"] = map(_listed, (removed.value, removed.low, removed.high))
     out["max_acceptance"] = [None if v is None else 1 - v for v in out["t0_fit"]]
     return out
+
+
+def _removed(ratios):
+    """1 - T1 / T0 from means [replicates, strata, 2, slots], the strata weighing alike."""
+    t1, t0 = np.moveaxis(ratios.mean(axis=1), 1, 0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.where(t0 > 0, 1 - t1 / t0, np.nan)
 
 
 def _listed(array):

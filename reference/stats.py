@@ -119,48 +119,44 @@ def hajek_sums(values, inclusion):
     return np.where(present, values, 0) * weight, present * weight
 
 
-def equal_domains(inclusion, domains):
-    """Inclusion probabilities rescaled so that every domain has the same total weight in a Hajek mean.
-
-    The paper pools, so that a domain counts in proportion to its eligible positions; with these every domain
-    counts alike.  Args: inclusion [N]; domains, N labels.  Returns: [N], each domain's sum of 1 / pi the same.
-    """
-    inclusion, domains = np.asarray(inclusion, dtype=np.float64), np.asarray(domains)
-    size = {domain: (1 / inclusion[domains == domain]).sum() for domain in set(domains.tolist())}
-    return inclusion * np.array([size[d] for d in domains.tolist()]) / max(size.values())
-
-
-def prompt_bootstrap(numerator, denominator, prompts, *, strata=None, replicates=10_000, seed=20260818):
+def prompt_bootstrap(numerator, denominator, prompts, *, strata=None, combine=None, replicates=10_000, seed=20260818):
     """A ratio of sums over anchors with its 95% prompt-bootstrap interval (App. B.2).
 
     Statistic: sum(numerator) / sum(denominator), column by column - a Hajek mean with the two arrays of
-    `hajek_sums`, a ratio of Hajek means with two numerators.
+    `hajek_sums`, a ratio of Hajek means with two numerators.  With `strata` it is the mean of the strata's ratios
+    (equal-domain means), prompts being resampled within their stratum; `combine` replaces that mean.
 
-    Whole prompts are drawn with replacement, as many as there are (with `strata`, as many in each stratum).  How
-    often each is drawn is a multinomial count, so all replicates are one product of a matrix of counts
-    [replicates, prompts] with the per-prompt sums.
+    Whole prompts are drawn with replacement, as many as there are (in each stratum).  How often each is drawn is a
+    multinomial count, so all replicates are one product of a matrix of counts [replicates, prompts] with the
+    per-prompt sums.
 
-    Args: numerator, denominator [N, ...]; prompts, N labels; strata, N labels or None.
-    Returns: `Interval` of floats or arrays [...]; NaN where the denominator is zero.
+    Args: numerator, denominator [N, ...]; prompts, N labels; strata, N labels or None; combine, maps ratios
+        [replicates + 1, strata, ...] to statistics [replicates + 1, ...].
+    Returns: `Interval` of floats or arrays [...]; NaN where a denominator is zero.  The ends are NaN if a stratum has
+        a single prompt: one prompt says nothing about the spread between prompts.
     """
     numerator, denominator = (np.asarray(a, dtype=np.float64) for a in (numerator, denominator))
-    shape = numerator.shape[1:]
-    rng = np.random.default_rng(seed)
-    _, first, prompt = np.unique(np.asarray(prompts), return_index=True, return_inverse=True)
-    sums = np.zeros((2, len(first), int(np.prod(shape))))
-    np.add.at(sums[0], prompt, numerator.reshape(len(prompt), -1))
-    np.add.at(sums[1], prompt, denominator.reshape(len(prompt), -1))
-
-    stratum_of = np.zeros(len(first)) if strata is None else np.asarray(strata)[first]
-    times = np.zeros((replicates, len(first)))
-    for name in np.unique(stratum_of):
-        here = np.flatnonzero(stratum_of == name)
-        times[:, here] = rng.multinomial(len(here), np.full(len(here), 1 / len(here)), size=replicates)
-    draws = _ratio(times @ sums[0], times @ sums[1])
-    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # a column without any value
-        low, high = np.nanpercentile(draws, [2.5, 97.5], axis=0)
-    value = _ratio(sums[0].sum(axis=0), sums[1].sum(axis=0))
-    return Interval(*(part.reshape(shape)[()] for part in (value, low, high)))
+    shape, rng = numerator.shape[1:], np.random.default_rng(seed)
+    strata = np.zeros(len(numerator)) if strata is None else np.asarray(strata)
+    ratios, fewest = [], len(numerator)
+    for name in np.unique(strata):
+        here = strata == name
+        _, prompt = np.unique(np.asarray(prompts)[here], return_inverse=True)
+        count = prompt.max() + 1
+        sums = np.zeros((2, count, int(np.prod(shape))))
+        np.add.at(sums[0], prompt, numerator[here].reshape(here.sum(), -1))
+        np.add.at(sums[1], prompt, denominator[here].reshape(here.sum(), -1))
+        times = rng.multinomial(count, np.full(count, 1 / count), size=replicates)
+        times = np.concatenate([np.ones((1, count)), times])  # every prompt once: the estimate itself
+        ratios.append(_ratio(times @ sums[0], times @ sums[1]).reshape(-1, *shape))
+        fewest = min(fewest, count)
+    ratios = np.stack(ratios, axis=1)
+    statistic = ratios.mean(axis=1) if combine is None else combine(ratios)
+    low = high = np.full(statistic.shape[1:], np.nan)
+    if fewest > 1:
+        with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # a column without any value
+            low, high = np.nanpercentile(statistic[1:], [2.5, 97.5], axis=0)
+    return Interval(statistic[0][()], low[()], high[()])
 
 
 def _ratio(numerator, denominator):

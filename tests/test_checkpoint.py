@@ -354,7 +354,7 @@ def test_an_unknown_name_and_a_file_that_shrinks(tmp_path):
 
 
 def test_bfloat16_words_are_exact(tmp_path):
-    import torch
+    torch = pytest.importorskip("torch")
     from safetensors.torch import save_file
 
     words = np.array([0x3F80, 0x4049, 0xC2C8, 0x7F80, 0x0001, 0x8000], np.uint16)
@@ -396,7 +396,7 @@ def test_bfloat16_words_are_exact(tmp_path):
 
 
 def test_every_bfloat16_word():
-    import torch
+    torch = pytest.importorskip("torch")
 
     words = np.arange(1 << 16, dtype=np.uint16)
     peer = torch.from_numpy(words.view(np.int16)).view(torch.bfloat16).float().numpy()
@@ -404,7 +404,7 @@ def test_every_bfloat16_word():
 
 
 def test_float8_is_refused_by_name(tmp_path):
-    import torch
+    torch = pytest.importorskip("torch")
     from safetensors.torch import save_file
 
     save_file({NORM: torch.zeros(6).to(torch.float8_e4m3fn), "b": torch.zeros(2)}, tmp_path / SINGLE)
@@ -430,7 +430,8 @@ def test_reading_holds_one_tensor_at_a_time(tmp_path):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("model_type", ["qwen3", "llama"])
 def test_a_sharded_checkpoint_of_transformers(tmp_path, model_type, tied):
-    import torch
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
     from transformers import AutoConfig, AutoModelForCausalLM
 
     raw = {key: value for key, value in TINY.items() if key != "model_type"}

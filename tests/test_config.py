@@ -228,6 +228,7 @@ def test_unknown_rope_fields_and_missing_theta_are_noted():
     ],
 )
 def test_rope_agrees_with_transformers(rope):
+    pytest.importorskip("transformers")
     from transformers import Qwen3Config
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
@@ -252,7 +253,8 @@ def test_rope_agrees_with_transformers(rope):
     ],
 )
 def test_shapes_agree_with_transformers(model_type, changes, tied):
-    import torch
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
     from transformers import AutoConfig, AutoModelForCausalLM
 
     raw = {**SMALL, "tie_word_embeddings": tied, **changes}
@@ -269,6 +271,7 @@ def test_shapes_agree_with_transformers(model_type, changes, tied):
 
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen2", "llama", "mistral"])
 def test_what_transformers_saves_reads_back(model_type, tmp_path):
+    pytest.importorskip("transformers")
     from transformers import AutoConfig
 
     peer = AutoConfig.for_model(model_type, **SMALL, rope_scaling={"rope_type": "yarn", **YARN})
@@ -281,6 +284,7 @@ def test_what_transformers_saves_reads_back(model_type, tmp_path):
 
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen2", "llama", "mistral"])
 def test_defaults_are_those_of_transformers_and_are_noted(model_type):
+    pytest.importorskip("transformers")
     from transformers import AutoConfig
 
     peer = AutoConfig.for_model(model_type)

@@ -365,12 +365,22 @@ def test_a_domain_without_eligible_anchors_is_planned_as_empty(tmp_path):
     assert "long: " in report.table(summary)
 
 
-def test_no_eligible_anchor_at_all_is_a_named_error_of_the_report(tmp_path):
+def test_no_eligible_anchor_at_all_is_a_named_error(tmp_path):
     path = tmp_path / "records.jsonl"
-    rows = run(path, short_and_long(), prompts=[EncodedPrompt("short:0", "short", (0,))])
-    assert [row["kind"] for row in rows] == ["answer", "plan"]
-    with pytest.raises(RecordError, match="no measured anchor"):
-        report.summarise(*read(path))
+    with pytest.raises(ValueError, match="no position can be an anchor: the longest answer has 0 tokens"):
+        run(path, short_and_long(), prompts=[EncodedPrompt("short:0", "short", (0,))])
+
+
+def test_rows_that_do_not_follow_from_the_answers_are_refused_on_resume(tmp_path):
+    path = tmp_path / "records.jsonl"
+    run(path, two_token_chain(), special_ids=())
+    lines = path.read_text().splitlines()
+    first = json.loads(lines[1])
+    assert first["kind"] == "answer"
+    lines[1] = json.dumps({**first, "tokens": first["tokens"][: len(first["tokens"]) // 2]})
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(RecordError, match="do not follow from its answers"):
+        run(path, two_token_chain(), special_ids=())
 
 
 # --- paths ------------------------------------------------------------------------------------------------------

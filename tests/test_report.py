@@ -111,41 +111,40 @@ def assert_column(actual, expected):
 ALL_COLUMNS = (*report.COLUMNS, "alive", "distinct")
 
 
-def groups_of(rows):
-    """The anchors behind every group of the report; `equal-domain` with weights that sum to one in each domain."""
-    anchors = anchors_of(rows)
-    total = {d: sum(1 / row["inclusion"] for row in anchors_of(rows, d)) for d in ("sums", "talk")}
-    levelled = [{**row, "inclusion": row["inclusion"] * total[row["domain"]]} for row in anchors]
-    return {
-        "sums": anchors_of(rows, "sums"),
-        "talk": anchors_of(rows, "talk"),
-        "pooled": anchors,
-        "equal-domain": levelled,
-    }
+def parts_of(rows):
+    """The anchors behind every group of the report, in the parts whose means it averages."""
+    parts = {"sums": [anchors_of(rows, "sums")], "talk": [anchors_of(rows, "talk")], "pooled": [anchors_of(rows)]}
+    return parts | {"equal-domain": parts["sums"] + parts["talk"]}
+
+
+def mean_of_parts(parts, value):
+    means = [plain_hajek(part, value) for part in parts]
+    return None if None in means else sum(means) / len(means)
 
 
 @pytest.mark.parametrize("column", ALL_COLUMNS)
 def test_means_against_plain_loops(column):
     rows = finished()
-    groups, expected = summarise(rows)["groups"], groups_of(rows)
+    groups, expected = summarise(rows)["groups"], parts_of(rows)
     assert list(groups) == list(expected)
-    for name, anchors in expected.items():
-        mean = [plain_hajek(anchors, lambda row, k=k: cell(row, column, k)) for k in range(GAMMA)]
+    for name, parts in expected.items():
+        mean = [mean_of_parts(parts, lambda row, k=k: cell(row, column, k)) for k in range(GAMMA)]
         assert_column(groups[name][column], mean)
-    halves = [(groups["sums"][column][0] + groups["talk"][column][0]) / 2]
-    assert_column(groups["equal-domain"][column][:1], halves)  # no value is absent at slot 0
     if column not in ("alive", "distinct"):
-        assert groups["pooled"][column][0] != halves[0]
+        assert groups["pooled"][column][0] != groups["equal-domain"][column][0]
 
 
 def test_derived_columns_against_plain_loops():
     rows = finished()
     groups = summarise(rows)["groups"]
-    for name, anchors in groups_of(rows).items():
+    for name, parts in parts_of(rows).items():
         removed = []
         for k in range(GAMMA):
-            both = [row for row in anchors if None not in (cell(row, "t0_fit", k), cell(row, "t1_held_out", k))]
-            t0, t1 = (plain_hajek(both, lambda row, c=c, k=k: cell(row, c, k)) for c in ("t0_fit", "t1_held_out"))
+            both = [
+                [row for row in part if None not in (cell(row, "t0_fit", k), cell(row, "t1_held_out", k))]
+                for part in parts
+            ]
+            t0, t1 = (mean_of_parts(both, lambda row, c=c, k=k: cell(row, c, k)) for c in ("t0_fit", "t1_held_out"))
             removed.append(1 - t1 / t0)
         assert_column(groups[name]["removed"], removed)
         assert_column(groups[name]["max_acceptance"], [1 - v for v in groups[name]["t0_fit"]])
@@ -167,12 +166,12 @@ def test_intervals_bracket_and_are_repeatable(seed):
                 assert group[low][k] < group[high][k]
 
 
-def test_one_prompt_gives_an_interval_without_width():
+def test_one_prompt_gives_no_interval():
     rng = np.random.default_rng(1)
     rows = [plan_row({"sums": 3}), *(anchor(rng, "sums", "sums:0", i) for i in (1, 2, 4))]
     for group in summarise(rows)["groups"].values():
-        assert_column(group["t0_low"], group["t0_fit"])
-        assert_column(group["t0_high"], group["t0_fit"])
+        assert group["t0_low"] == group["t0_high"] == [None] * GAMMA
+        assert None not in group["t0_fit"]
 
 
 def test_absent_values_take_no_part():
@@ -294,14 +293,46 @@ def test_the_table_has_a_line_per_slot_and_group():
     assert headings == list(summary["groups"])
     assert "toy: M = 8, gamma = 3, temperature 1.0, top-p 1.0, top-k 0, float64 reference, seed 20260818" in lines[0]
     assert lines[1] == "cpu a machine, commit unknown"
-    assert "sums: 6 anchors planned of 30 positions in 3 answers (1 cut by the length cap)" in lines
-    assert "pooled: 10 anchors, 5 prompts" in lines
+    assert "sums: 6 anchors of 3 prompts, out of 30 positions in 3 answers (1 cut by the length cap)" in lines
+    assert "pooled: 10 anchors of 5 prompts" in lines
+    assert not any("UNFINISHED" in line for line in lines)
     pooled = summary["groups"]["pooled"]
     first = slots[2 * GAMMA]
     for column in ("t0_fit", "t0_held_out", "t0_low", "t0_high", "t1_fit", "t1_held_out", "t1_lower", "t1_upper"):
         assert f"{pooled[column][0]:.4f}" in first
     assert f"{100 * pooled['removed'][0]:.1f}%" in first
     assert f"{1 - pooled['t0_fit'][0]:.4f}" in first
+
+
+def test_an_unfinished_run_says_so():
+    rows = finished()
+    table = report.table(summarise(rows[:-1]))
+    assert "UNFINISHED: 9 of 10 planned anchors are measured" in table
+
+
+@pytest.mark.parametrize(
+    "fault", ["no plan", "two plans", "too many", "no kind", "unknown domain", "inclusion", "short list"]
+)
+def test_rows_that_are_not_of_one_run_are_a_named_error(fault):
+    rows = json.loads(json.dumps(finished()))
+    plan = next(row for row in rows if row["kind"] == "plan")
+    last = anchors_of(rows)[-1]
+    if fault == "no plan":
+        rows.remove(plan)
+    elif fault == "two plans":
+        rows.append(plan)
+    elif fault == "too many":
+        rows.append({**last, "position": last["position"] + 1000})
+    elif fault == "no kind":
+        del last["kind"]
+    elif fault == "unknown domain":
+        last["domain"] = "elsewhere"
+    elif fault == "inclusion":
+        last["inclusion"] = 1.5
+    else:
+        last["order0"]["fit"].pop()
+    with pytest.raises(RecordError):
+        summarise(rows)
 
 
 # --- as a program -----------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from reference.stats import (
     Anchor,
     eligible,
-    equal_domains,
     hajek,
     hajek_sums,
     prompt_bootstrap,
@@ -158,17 +157,36 @@ def test_a_ratio_is_not_a_mean_of_ratios():
     assert abs(found.value - np.mean(a / b)) > 0.3
 
 
-def test_strata_are_resampled_apart():
-    """Two strata of one prompt each can only be drawn as they are."""
-    found = prompt_bootstrap(np.array([1.0, 3.0]), np.ones(2), ["a", "b"], strata=["s", "t"], replicates=50)
-    assert (found.value, found.low, found.high) == (2.0, 2.0, 2.0)
+def test_strata_are_resampled_apart_and_weigh_alike():
+    """Equal-domain means: each stratum's ratio by itself, whatever its size, then their mean, in every replicate."""
+    y = np.array([1.0, 3.0, 10.0, 10.0, 10.0])
+    pi = np.array([0.5, 0.5, 0.1, 0.1, 0.1])
+    prompts, strata = ["a", "b", "c", "d", "e"], ["s", "s", "t", "t", "t"]
+    found = prompt_bootstrap(*hajek_sums(y, pi), prompts, strata=strata, replicates=2000)
+    assert_agree(np.array([found.value, found.low, found.high]), np.array([6.0, 5.5, 6.5]), "float64")
 
 
-def test_equal_domains():
-    pi, domains = np.array([0.5, 0.5, 0.1, 0.1]), np.array(["a", "a", "b", "b"])
-    y = np.array([1.0, 2.0, 3.0, 5.0])
-    assert_agree(hajek(y, equal_domains(pi, domains)), (1.5 + 4.0) / 2, "float64")
-    assert_agree(hajek(y, pi), (1.5 * 4 + 4.0 * 20) / 24, "float64")
+def test_absent_values_do_not_lighten_a_domain():
+    y, domains = np.array([0.1, np.nan, np.nan, np.nan, 0.3, 0.3, 0.3, 0.3]), ["a"] * 4 + ["b"] * 4
+    found = prompt_bootstrap(*hajek_sums(y, np.full(8, 0.5)), list("pqrstuvw"), strata=domains, replicates=50)
+    assert_agree(found.value, 0.2, "float64")
+
+
+def test_one_prompt_has_no_interval():
+    for strata in (None, ["s", "t", "t"]):
+        found = prompt_bootstrap(np.arange(3.0), np.ones(3), ["a", "b", "b"] if strata else ["a"] * 3, strata=strata)
+        assert np.isnan([found.low, found.high]).all()
+        assert not np.isnan(found.value)
+
+
+def test_other_combinations_of_strata():
+    """A ratio of equal-domain means is not the mean of the domains' ratios."""
+    both = np.array([[1.0, 2.0], [3.0, 12.0]])
+    found = prompt_bootstrap(
+        *hajek_sums(both, [1.0, 1.0]), ["a", "b"], strata=["s", "t"],
+        combine=lambda r: r.mean(axis=1)[:, 0] / r.mean(axis=1)[:, 1], replicates=10,
+    )  # fmt: skip
+    assert_agree(found.value, 4 / 14, "float64")
 
 
 def test_an_absent_column_is_nan():
