@@ -371,16 +371,16 @@ def test_no_eligible_anchor_at_all_is_a_named_error(tmp_path):
         run(path, short_and_long(), prompts=[EncodedPrompt("short:0", "short", (0,))])
 
 
-def test_rows_that_do_not_follow_from_the_answers_are_refused_on_resume(tmp_path):
+def test_rows_that_do_not_follow_from_the_answers_are_refused_on_resume(tmp_path, toy):
     path = tmp_path / "records.jsonl"
-    run(path, two_token_chain(), special_ids=())
+    run(path, toy)
     lines = path.read_text().splitlines()
     first = json.loads(lines[1])
     assert first["kind"] == "answer"
     lines[1] = json.dumps({**first, "tokens": first["tokens"][: len(first["tokens"]) // 2]})
     path.write_text("\n".join(lines) + "\n")
     with pytest.raises(RecordError, match="do not follow from its answers"):
-        run(path, two_token_chain(), special_ids=())
+        run(path, toy)
 
 
 # --- paths ------------------------------------------------------------------------------------------------------
