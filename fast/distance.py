@@ -55,8 +55,8 @@ def barycentre_risk(rows, q, weights=None):
 
     Args: rows [U, V]; q [V]; weights [U] or None = equal.
     """
-    weights, (q,) = _weights(weights, rows), distributions(q[None])
-    if q.shape != rows[0].shape:
+    weights = _weights(weights, rows)
+    if distributions(q[None]).shape[1] != rows.shape[1]:
         raise ValueError(f"a proposal over {len(q)} tokens cannot meet rows over {rows.shape[1]}")
     risks = torch.stack([total_variation(row, q) for row in distributions(rows)])  # row by row stays in cache
     return float(weights @ risks.double() / weights.sum())

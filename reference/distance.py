@@ -84,8 +84,8 @@ def barycentre_risk(rows, q, weights=None):
     Args: rows [U, V]; q [V]; weights [U] or None = equal.
     Returns: float in [0, 1].
     """
-    rows, (q,) = distributions(rows), distributions(np.asarray(q)[None])
-    if q.shape != rows[0].shape:
+    rows = distributions(rows)
+    if distributions(np.asarray(q)[None]).shape[1] != rows.shape[1]:
         raise ValueError(f"a proposal over {len(q)} tokens cannot meet rows over {rows.shape[1]}")
     weights = _weights(weights, len(rows))
     return float(weights @ total_variation(rows, q) / weights.sum())

@@ -209,3 +209,11 @@ def test_a_truncated_read_moves_the_floor_by_at_most_the_residual(family):
     pair = np.array([[0.5, 0.3, 0.2], [0.2, 0.3, 0.5]])
     assert_agree(least_risk(pair), 0.15, "float64")
     assert_agree(least_risk(truncate(pair, 2)[0]), 0.3125, "float64")
+
+
+@both("barycentre_risk")
+def test_a_proposal_that_is_none_is_refused(barycentre_risk):
+    rows = np.full((2, 4), 0.25)
+    for q in ([0.25, 0.25, 0.25, np.nan], [1.0, 1, 1, 1], [0.5, 0.5], [1.0], [0.5, 0.6, -0.1, 0.0]):
+        with pytest.raises(ValueError, match="proposal over|no distribution"):
+            barycentre_risk(rows, np.array(q))
