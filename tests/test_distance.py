@@ -215,5 +215,5 @@ def test_a_truncated_read_moves_the_floor_by_at_most_the_residual(family):
 def test_a_proposal_that_is_none_is_refused(barycentre_risk):
     rows = np.full((2, 4), 0.25)
     for q in ([0.25, 0.25, 0.25, np.nan], [1.0, 1, 1, 1], [0.5, 0.5], [1.0], [0.5, 0.6, -0.1, 0.0]):
-        with pytest.raises(ValueError, match="proposal over|no distribution"):
+        with pytest.raises(ValueError, match=r"proposal over|no distribution"):
             barycentre_risk(rows, np.array(q))
