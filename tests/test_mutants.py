@@ -29,7 +29,7 @@ MUTANTS = {  # what is forgotten: (file, what stands there, what stands there in
     "the law of one's own drafts": (RISK, "total += share * (weights @ risks)", "total += (weights @ risks)"),
     "that paths stop": (SERVING, "reach(factors)[..., :-1]], axis=-1) * alive", "reach(factors)[..., :-1]], axis=-1)"),
     "what follows": (RESPONSE, "onward = 1 + factors[:, j] * onward", "onward = factors[:, j] * onward"),
-    "the prompt": (STATS, "np.unique(np.asarray(prompts), return", "np.unique(np.arange(len(prompts)), return"),
+    "the prompt": (STATS, "np.asarray(prompts)[here]", "np.arange(len(prompts))[here]"),
 }
 
 
