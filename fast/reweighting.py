@@ -4,18 +4,15 @@ Twin: `reference/reweighting.py`, where they are explained.  Weights, halves and
 rows and the masses of all (prefix, token) pairs stay on the device of the target.
 """
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 
-from fast.distance import barycentre, barycentre_risk
 from fast.enumeration import continuations, heaviest
 from fast.floors import floor
 from fast.laws import warp
 from fast.paths import walk
 from reference.enumeration import check_enumeration
-from reference.floors import Floor, cells_of, halve_paths
+from reference.floors import Floor, halve_paths
 from reference.laws import SamplingLaw
 from reference.reweighting import ReweightedFloor, WeightedSlot, check_suffix, reach, weigh
 
@@ -28,7 +25,7 @@ def floor_by_reweighting(target, prefix, suffix, slot_index, uniforms, law=Sampl
     Returns: `ReweightedFloor`.
     """
     slot = force_suffix(target, prefix, suffix, slot_index, uniforms, law)
-    return ReweightedFloor(**vars(_cross_fit(slot, 0)), ess=slot.ess)
+    return ReweightedFloor(**vars(floor(slot, 0)), ess=slot.ess)
 
 
 def soft_floor(target, prefix, slot_index, uniforms, law=SamplingLaw(), *, budget=1024, cutoff=1e-3):
@@ -38,7 +35,7 @@ def soft_floor(target, prefix, slot_index, uniforms, law=SamplingLaw(), *, budge
     """
     if slot_index < 2:
         return Floor(0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1)
-    return _cross_fit(soften(target, prefix, slot_index, uniforms, law, budget=budget, cutoff=cutoff), 1)
+    return floor(soften(target, prefix, slot_index, uniforms, law, budget=budget, cutoff=cutoff), 1)
 
 
 def force_suffix(target, prefix, suffix, slot_index, uniforms, law=SamplingLaw()):
@@ -85,24 +82,3 @@ def soften(target, prefix, slot_index, uniforms, law=SamplingLaw(), *, budget=10
     past = np.concatenate([slot.past[parent], token[:, None]], axis=1)
     covered = float(weight.sum() / (weight.sum() + float(mass.sum())))
     return WeightedSlot(slot_index, parent, token, weight, rows, past, alive, covered, halves=halves)
-
-
-def _cross_fit(slot, order):
-    """The `Floor` of a weighted slot, its held-out side from the halves of the paths."""
-    cells = cells_of(slot, order)
-    splittable = scored = split = 0.0
-    for cell in range(cells.max() + 1):
-        here = (cells == cell).nonzero()[0]
-        even, odd = slot.halves[:, here]
-        if not (even.any() and odd.any()):
-            continue
-        splittable += even.sum() + odd.sum()
-        if len(here) == 1:  # one prefix is its own best proposal, held out or not
-            continue
-        rows = slot.rows if len(here) == len(cells) else slot.rows[torch.from_numpy(here).to(slot.rows.device)]
-        q_even, q_odd = barycentre(rows, slot.halves[:, here])
-        odd_risk, even_risk = barycentre_risk(rows, q_even, odd), barycentre_risk(rows, q_odd, even)
-        scored += even.sum() * even_risk + odd.sum() * odd_risk
-        split += (even.sum() + odd.sum()) * odd_risk
-    held_out, split = (float(scored / splittable), float(split / splittable)) if splittable else (None, None)
-    return replace(floor(slot, order), held_out=held_out, split=split)

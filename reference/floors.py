@@ -89,8 +89,11 @@ def count_paths(slot):
 def halve_paths(slot, cells):
     """Alternate each cell's paths between two halves: how many are on each prefix, float [2, U].
 
-    Zero everywhere when the slot was enumerated and there are no paths to split.
+    Zero everywhere when the slot was enumerated and there are no paths to split; a slot that brings its `halves`
+    (see `reweighting.py`) keeps them.
     """
+    if getattr(slot, "halves", None) is not None:
+        return slot.halves
     halves = np.zeros((2, len(cells)))
     if slot.path_node is not None:
         node = slot.path_node[slot.path_node >= 0]
@@ -103,9 +106,10 @@ def halve_paths(slot, cells):
 def summarise(slot, order, fit, held_out, split, covered):
     """Assemble a `Floor`: held_out and split count if `covered`, the share of splittable cells, is positive."""
     if order >= slot.index:  # identity T_k^(k) = 0: nothing is left to condition on, split or not
-        held_out, split, covered = fit, fit, slot.covered
+        held_out, split, covered = fit, fit, 1.0
     elif not covered:
-        held_out, split, covered = None, None, slot.covered if slot.path_node is None else 0.0
-    covered = float(covered)
-    lower = covered * (fit if held_out is None else held_out)
+        held_out = split = None
+    exact = slot.path_node is None  # every cell is known as far as its weight goes, split or not
+    covered = slot.covered if exact or order >= slot.index else float(covered)
+    lower = covered * (fit if exact or held_out is None else held_out)
     return Floor(fit, held_out, split, lower, lower + (1 - covered), covered, len(slot.rows))

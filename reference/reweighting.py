@@ -18,14 +18,13 @@ and what was left out widens the interval, as in `enumeration.py`.
 Twin: `fast/reweighting.py`.  Tests: `tests/test_reweighting.py` (enumeration, closed forms).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
 
-from reference.distance import barycentre, barycentre_risk
 from reference.enumeration import check_enumeration, continuations, heaviest
-from reference.floors import Floor, cells_of, floor, halve_paths
+from reference.floors import Floor, floor, halve_paths
 from reference.laws import SamplingLaw, warp
 from reference.paths import Slot, check_tokens, walk
 
@@ -62,7 +61,7 @@ def floor_by_reweighting(target, prefix, suffix, slot_index, uniforms, law=Sampl
     Raises: ValueError for a suffix that is too long, holds a stop id or has no mass after any path.
     """
     slot = force_suffix(target, prefix, suffix, slot_index, uniforms, law)
-    return ReweightedFloor(**vars(_cross_fit(slot, 0)), ess=slot.ess)
+    return ReweightedFloor(**vars(floor(slot, 0)), ess=slot.ess)
 
 
 def soft_floor(target, prefix, slot_index, uniforms, law=SamplingLaw(), *, budget=1024, cutoff=1e-3):
@@ -79,7 +78,7 @@ def soft_floor(target, prefix, slot_index, uniforms, law=SamplingLaw(), *, budge
     """
     if slot_index < 2:
         return Floor(0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1)
-    return _cross_fit(soften(target, prefix, slot_index, uniforms, law, budget=budget, cutoff=cutoff), 1)
+    return floor(soften(target, prefix, slot_index, uniforms, law, budget=budget, cutoff=cutoff), 1)
 
 
 def force_suffix(target, prefix, suffix, slot_index, uniforms, law=SamplingLaw()):
@@ -126,23 +125,6 @@ def soften(target, prefix, slot_index, uniforms, law=SamplingLaw(), *, budget=10
     past = np.concatenate([slot.past[parent], token[:, None]], axis=1)
     covered = float(weight.sum() / (weight.sum() + mass.sum()))
     return WeightedSlot(slot_index, parent, token, weight, rows, past, float(alive), covered, halves=halves)
-
-
-def _cross_fit(slot, order):
-    """The `Floor` of a weighted slot, its held-out side from the halves of the paths."""
-    cells = cells_of(slot, order)
-    splittable = scored = split = 0.0
-    for cell in range(cells.max() + 1):
-        here = cells == cell
-        rows, (even, odd) = slot.rows[here], slot.halves[:, here]
-        if even.any() and odd.any():
-            q_even, q_odd = barycentre(rows, slot.halves[:, here])
-            odd_risk, even_risk = barycentre_risk(rows, q_even, odd), barycentre_risk(rows, q_odd, even)
-            splittable += even.sum() + odd.sum()
-            scored += even.sum() * even_risk + odd.sum() * odd_risk
-            split += (even.sum() + odd.sum()) * odd_risk
-    held_out, split = (float(scored / splittable), float(split / splittable)) if splittable else (None, None)
-    return replace(floor(slot, order), held_out=held_out, split=split)
 
 
 def reach(walk, target, prefix, slot_index, uniforms, law):
