@@ -52,6 +52,8 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
+    """Projections of one attention layer; what is attended to is the caller's: see `forward`."""
+
     def __init__(self, config):
         super().__init__()
         hidden, d = config.hidden_size, config.head_dim
@@ -70,6 +72,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    """W_down (silu(W_gate x) * W_up x), [n, H] -> [n, H]."""
+
     def __init__(self, config):
         super().__init__()
         self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
@@ -81,6 +85,8 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
+    """One pre-norm transformer layer, [n, H] -> [n, H]; the formula is in `reference/decoder.py`."""
+
     def __init__(self, config):
         super().__init__()
         self.self_attn, self.mlp = Attention(config), MLP(config)
@@ -93,6 +99,8 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
+    """Embedding, layers and final norm under the hub's `model.` names."""
+
     def __init__(self, config):
         super().__init__()
         shape = config.vocab_size, config.hidden_size
