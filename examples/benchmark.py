@@ -41,6 +41,7 @@ PROMPTS = (  # one of each kind; the prefix is the chat prompt and the model's o
 
 
 def main():
+    """Measure every row, print each when it is done, then all as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, metavar="ID_OR_FOLDER")
     parser.add_argument("--seed", type=int, default=0)

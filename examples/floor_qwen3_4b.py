@@ -38,6 +38,7 @@ ITEM_SIZE = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
 def main(arguments=None):
+    """Measure, or say in one line what is wrong."""
     options = parse(arguments)
     try:
         run(options)
@@ -46,6 +47,7 @@ def main(arguments=None):
 
 
 def run(options):
+    """Load, estimate, measure or resume, report."""
     say = (lambda *_: None) if options.quiet else (lambda *text: print(*text, flush=True))
     for name in ("limit", "prompt_tokens"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
@@ -122,6 +124,7 @@ def load_toy(options, design, *_):
 
 
 def parse(arguments):
+    """The command line; every default is the paper's."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], epilog=__doc__.split("\n\n", 1)[1],
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     add = parser.add_argument

@@ -246,6 +246,7 @@ def _heading(summary):
 
 
 def main(arguments=None):
+    """Print the tables and the JSON document of a record file; see the module's docstring."""
     parser = argparse.ArgumentParser(prog="python -m reference.report", description="Report a record file.")
     parser.add_argument("records", type=Path)
     parser.add_argument("--plot", type=Path, help="write the floor curves to this image file")
