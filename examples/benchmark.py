@@ -29,7 +29,8 @@ from models import toy
 from models.checkpoint import locate
 from models.text import Text
 from reference.laws import SamplingLaw
-from reference.protocol import Design, measure_anchor
+from reference.anchor import measure_anchor
+from reference.protocol import Design
 
 M, GAMMA, VOCABULARY, DISTINCT = 256, 7, 151_936, 64
 PROMPTS = (  # one of each kind; the prefix is the chat prompt and the model's own greedy answer, cut to length

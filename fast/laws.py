@@ -11,9 +11,10 @@ BLOCK = 1024  # vocabulary entries per partial sum
 def warp(logits, law=SamplingLaw()):
     """Apply a sampling law to logits: see `reference.laws.warp`.
 
-    Args: logits, float32 or float64 [..., V].
+    Args: logits, float32 or float64 [..., V]; a NumPy array becomes a tensor.
     Returns: probabilities of the same dtype, each row summing to one.
     """
+    logits = torch.as_tensor(logits)
     top = logits.amax(dim=-1, keepdim=True)
     bad = (~top[..., 0].isfinite()).nonzero()
     if len(bad):

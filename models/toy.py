@@ -23,8 +23,8 @@ class ToyTarget:
     ):
         self.vocab_size, self.next_token, self.stop_ids = vocab_size, next_token, tuple(stop_ids)
 
-    def open(self, prefix) -> "ToySession":
-        """Start a tree of continuations of `prefix`."""
+    def open(self, prefix, taps: Sequence[int] = ()) -> "ToySession":
+        """Start a tree of continuations of `prefix`; a toy has no layers to tap."""
         return ToySession(self, tuple(int(t) for t in prefix))
 
     def logits(self, history: tuple[int, ...]) -> np.ndarray:
@@ -34,10 +34,14 @@ class ToyTarget:
 
 
 class ToySession:
-    """Nodes of a tree of continuations; -1 is the prefix itself, others count up in order of creation."""
+    """Nodes of a tree of continuations; -1 is the prefix itself, others count up in order of creation.
+
+    `features`, what a toy drafter may see of the prefix, are its tokens [S, 1].
+    """
 
     def __init__(self, target: ToyTarget, prefix: tuple[int, ...]):
         self.target, self.histories = target, {-1: prefix}
+        self.features = np.array(prefix)[:, None]
         self.root_logits = target.logits(prefix)
 
     def grow(self, parents, tokens) -> np.ndarray:
@@ -132,6 +136,25 @@ def mixture(weights: Sequence[float], sharpness: float = 1.0) -> ToyTarget:
     return ToyTarget(n, next_token)
 
 
+def states(count: int, tokens: int, seed: int) -> ToyTarget:
+    """Slot 0 names one of `count` states, slot 1 one of `tokens` predecessors, and slot 2 depends on both.
+
+    States are equally likely; a state's predecessors have a Dirichlet(.3) law and each pair's row a Dirichlet(.5).
+    From a prefix of one token the order-1 floor of slot 2 is what the predecessor does not tell about the state.
+    """
+    rows: dict[tuple[int, ...], np.ndarray] = {}
+
+    def next_token(history):
+        if len(history) == 1:
+            return np.repeat([1 / count, 0], [count, tokens - count])
+        key = history[1:3]
+        if key not in rows:
+            rows[key] = np.random.default_rng([seed, *key]).dirichlet(np.full(tokens, 0.3 if len(key) == 1 else 0.5))
+        return rows[key]
+
+    return ToyTarget(tokens, next_token)
+
+
 def study(prompts: int) -> tuple[ToyTarget, dict[str, list[tuple[int, ...]]]]:
     """A target and prompts to try the whole protocol on without a language model.
 
@@ -204,3 +227,32 @@ def _least_risk(rows: np.ndarray, weights: np.ndarray) -> float:
     gap = above.sum() - below.sum()
     q = above if gap <= 0 else below + (above - below) * min(1.0, max(0.0, (1 - below.sum()) / gap))
     return float(weights @ np.abs(rows - q).sum(axis=1) / 2)
+
+
+def drafted_length(target: ToyTarget, prefix: Sequence[int], draft_logits: np.ndarray) -> tuple[float, np.ndarray]:
+    """Expected tokens per round of a tabular drafter, bonus token counted, and its slope in the drafter's logits.
+
+    The drafter reads its own last token: draft_logits [K, V, V] holds one row per slot and predecessor, which at slot
+    0 is the last token of the prefix.  Exact, by recursion over all blocks.  With s = min(p, q) and A the accepted
+    drafts still to come,
+
+        A(past) = sum_v s(v) (1 + A(past, v)),      dA/dq(v) = 1[q(v) < p(v)] (1 + A(past, v)),
+
+    and a past counts with the probability prod s that verification gets there.  A stop id ends the block.
+    Returns: (1 + A() in tokens, slope [K, V, V]).
+    """
+    prefix, slots, slope = tuple(int(t) for t in prefix), len(draft_logits), np.zeros(draft_logits.shape)
+
+    def follow(past, reached):
+        row = len(past), (prefix + past)[-1]
+        q, p = np.exp(draft_logits[row] - draft_logits[row].max()), target.next_token(prefix + past)
+        q /= q.sum()
+        kept, worth = np.minimum(p, q), np.ones(len(q))
+        if len(past) + 1 < slots:
+            for token in set(range(len(q))) - set(target.stop_ids):
+                worth[token] += follow((*past, token), reached * kept[token])
+        g = (q < p) * worth
+        slope[row] += reached * q * (g - g @ q)
+        return float(kept @ worth)
+
+    return 1 + follow((), 1.0), slope

@@ -3,7 +3,7 @@
     1. The target writes an answer to every prompt, under the sampling law.
     2. Every position of every answer that leaves room for a block is a candidate; anchors are sampled from them
        stratum by stratum, with known inclusion probabilities.
-    3. At each anchor M continuations are walked and the floors of order 0 and 1 are estimated slot by slot.
+    3. At each anchor M continuations are walked, and everything is read from that one walk (`anchor.py`).
 
 Each answer and each anchor is a row of the record file as soon as it is done.  All randomness comes from the
 seed and the prompt's id, so a resumed run writes what an uninterrupted one would have written, and both
@@ -11,16 +11,16 @@ backends, handed over as a module, follow the same paths.  Tests: `tests/test_pr
 """
 
 import hashlib
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 
 import numpy as np
 from tqdm import tqdm
 
+from reference.anchor import ALSO, ORDERS, measure_anchor
 from reference.laws import SamplingLaw
 from reference.records import RecordError
 from reference.stats import Anchor, eligible, sample_anchors, stratum
 
-ORDERS = (0, 1)
 ANSWERS_AT_ONCE = 16
 
 
@@ -28,7 +28,8 @@ ANSWERS_AT_ONCE = 16
 class Design:
     """What is measured.
 
-    anchors per domain, paths M per anchor, block length gamma, cap on an answer's tokens, sampling law, seed.
+    anchors per domain, paths M per anchor, block length gamma, cap on an answer's tokens, sampling law, seed; `also`,
+    what to measure besides floors and drafters' risks (names in `anchor.ALSO`).
     """
 
     anchors: int = 96
@@ -37,11 +38,18 @@ class Design:
     answer_tokens: int = 2048
     law: SamplingLaw = field(default_factory=SamplingLaw)
     seed: int = 20260818
+    also: tuple[str, ...] = ()
 
     def __post_init__(self):
         for name, least in (("anchors", 1), ("paths", 2), ("gamma", 1), ("answer_tokens", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        for name in self.also:
+            if name not in ALSO:
+                raise ValueError(f"{name!r} cannot be measured as well; what can is {', '.join(ALSO)}")
+        for name, least in (("ladder", 8), ("response", 8)):
+            if name in self.also and self.paths < least:
+                raise ValueError(f"{name} needs at least {least} paths, got {self.paths}")
 
     def provenance(self):
         """The design as a JSON-able dict."""
@@ -57,22 +65,27 @@ class EncodedPrompt:
     tokens: tuple[int, ...]
 
 
-def measure(backend, target, prompts, design, records, *, special_ids=(), quiet=False):
+def measure(backend, target, prompts, design, records, *, special_ids=(), drafters=None, source=None, quiet=False):
     """Run or resume the protocol, appending to `records` until every sampled anchor has its row.
 
     Args: backend, the `reference` or `fast` package; target, as for `paths.walk`; prompts, list of
-        `EncodedPrompt`; design; records, an open `RecordFile`; special_ids, ids that disqualify a block.
+        `EncodedPrompt`; design; records, an open `RecordFile`; special_ids, ids that disqualify a block;
+        drafters, {name: drafter}; source, rows of another record file whose answers and anchors are measured
+        again - under another law, with more paths, another block length or other drafters - instead of `prompts`.
     """
-    check_prompts(prompts)
-    answers = write_answers(backend, target, prompts, design, records, quiet)
-    anchors = plan(prompts, answers, design, special_ids)
+    if source is None:
+        check_prompts(prompts)
+        answers = write_answers(backend, target, prompts, design, records, quiet)
+        anchors = plan(prompts, answers, design, special_ids)
+        wanted = describe(prompts, answers, anchors, design, special_ids)
+    else:
+        answers, anchors, wanted = adopt(source, records)
     if not anchors:
         longest = max(len(answer["tokens"]) for answer in answers.values())
         raise ValueError(
             f"no position can be an anchor: the longest answer has {longest} tokens, gamma is {design.gamma}"
         )
     done = {(row["prompt"], row["position"]) for row in records.rows if row["kind"] == "anchor"}
-    wanted = describe(prompts, answers, anchors, design, special_ids)
     plans = [row for row in records.rows if row["kind"] == "plan"]
     if plans not in ([], [wanted]) or not done <= {(anchor.prompt, anchor.position) for anchor in anchors}:
         raise RecordError(
@@ -80,15 +93,36 @@ def measure(backend, target, prompts, design, records, *, special_ids=(), quiet=
         )
     if not plans:
         records.append(wanted)
-    tokens = {prompt.id: prompt.tokens for prompt in prompts}
     bar = tqdm(anchors, desc="anchors", unit="anchor", disable=quiet)
     for anchor in bar:
         if (anchor.prompt, anchor.position) not in done:
-            prefix = tokens[anchor.prompt] + tuple(answers[anchor.prompt]["tokens"][: anchor.position])
-            uniforms = path_uniforms(design, anchor)
-            floors = measure_anchor(backend, target, prefix, uniforms, design)
-            records.append({"kind": "anchor", **asdict(anchor), "stratum": list(anchor.stratum), **floors})
+            answer, t = answers[anchor.prompt], anchor.position
+            realised = tuple(answer["tokens"][t : t + design.gamma])
+            if len(realised) < design.gamma and {"information", "suffix"} & set(design.also):
+                raise ValueError(f"information and suffix read {design.gamma} realised tokens; {anchor} has fewer left")
+            prefix = (*answer["prompt_tokens"], *answer["tokens"][:t])
+            measured = measure_anchor(
+                backend, target, prefix, path_uniforms(design, anchor), design,
+                realised=realised, drafters=drafters, draft_uniforms=path_uniforms(design, anchor, "drafts"),
+            )  # fmt: skip
+            records.append({"kind": "anchor", **asdict(anchor), "stratum": list(anchor.stratum), **measured})
         bar.set_postfix_str(_running(records.rows), refresh=False)
+
+
+def adopt(source, records):
+    """Answers, anchors and plan of another record file; its answers are copied into this one."""
+    answers = {row["prompt"]: row for row in source if row["kind"] == "answer"}
+    here = {row["prompt"] for row in records.rows if row["kind"] == "answer"}
+    for row in answers.values():
+        if row["prompt"] not in here:
+            records.append(row)
+    names = [f.name for f in fields(Anchor)]
+    anchors = [Anchor(**{n: row[n] for n in names} | {"stratum": tuple(row["stratum"])})
+               for row in source if row["kind"] == "anchor"]  # fmt: skip
+    plans = [row for row in source if row["kind"] == "plan"]
+    if len(plans) != 1 or any(anchor.prompt not in answers for anchor in anchors):
+        raise RecordError("the record file to take the anchors from was not written by one run")
+    return answers, anchors, plans[0]
 
 
 def check_prompts(prompts):
@@ -162,26 +196,10 @@ def describe(prompts, answers, anchors, design, special_ids):
     return {"kind": "plan", "domains": domains}
 
 
-def measure_anchor(backend, target, prefix, uniforms, design):
-    """Floors of one anchor: lists over slots, None where fewer than two paths are alive.
-
-    Returns: {"alive": shares, "distinct": prefixes, "order0": {...}, "order1": {...}} with every field of `Floor`.
-    """
-    alive, distinct = [0.0] * design.gamma, [0] * design.gamma
-    floors = {f"order{m}": {} for m in ORDERS}
-    for slot in backend.walk(target, prefix, design.gamma, uniforms, design.law):
-        alive[slot.index], distinct[slot.index] = slot.alive, len(slot.rows)
-        if slot.alive * design.paths >= 1.5:
-            for m in ORDERS:
-                for name, value in asdict(backend.floor(slot, m)).items():
-                    floors[f"order{m}"].setdefault(name, [None] * design.gamma)[slot.index] = value
-    return {"alive": alive, "distinct": distinct, **floors}
-
-
-def path_uniforms(design, anchor):
+def path_uniforms(design, anchor, purpose="paths"):
     """The uniforms [M, gamma] of an anchor's paths: a longer or wider run starts with the same numbers."""
     name = f"{anchor.prompt}\0{anchor.position}"
-    return np.stack([random(design.seed, "paths", name, k, size=design.paths) for k in range(design.gamma)], axis=1)
+    return np.stack([random(design.seed, purpose, name, k, size=design.paths) for k in range(design.gamma)], axis=1)
 
 
 def random(*parts, size):

@@ -1,24 +1,28 @@
 """Tables, figures and one JSON document from a record file - no model needed.
 
-    python -m reference.report RECORDS.jsonl [--plot FLOORS.png]
+    python -m reference.report RECORDS.jsonl [--plot FLOORS.png] [--against OTHER.jsonl]
 
 Per slot: the order-0 floor T0 scored on the paths it was fitted to (leans low) and held out (leans high), with
 the 95% prompt-bootstrap interval of the first; the order-1 floor T1 plug-in (low), cross-fitted over the cells
 that can be split, and the interval that the other cells leave open; the share of T0 that one token removes,
 1 - T1/T0 with the cross-fitted T1; and the largest acceptance any all-parallel proposal can reach, 1 - T0.
 
-`pooled` weighs every eligible position alike (Hajek, as in the paper), `equal-domain` every domain alike.
+`pooled` weighs every eligible position alike (Hajek, as in the paper), `equal-domain` every domain alike.  The
+tables of whatever else was measured follow (`tables.py`); `--against` compares with a run on the same anchors.
 Tests: `tests/test_report.py`.
 """
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
 from reference.records import RecordError, read
+from reference.sample import Table
 from reference.stats import hajek_sums, prompt_bootstrap
+from reference.tables import compare, tables
 
 # name in the summary: (floor, field of its record)
 COLUMNS = {
@@ -39,7 +43,7 @@ def summarise(provenance, rows, *, replicates=10_000):
     Args: provenance and rows, as `records.read` returns them; a run that has not finished is reported on the
         anchors it has, a random part of its plan, with the inclusion probabilities shrunk accordingly.
     Returns: {"provenance", "plan", "anchors", "prompts", "measured": {domain: {"anchors", "prompts"}},
-        "groups": {group: {column: [per slot]}}}.
+        "groups": {group: {column: [per slot]}}, "tables": {name: fields of `Table`}}.
     Raises: RecordError if no anchor was measured or the rows do not belong to one run.
     """
     try:
@@ -60,6 +64,7 @@ def summarise(provenance, rows, *, replicates=10_000):
             groups[domain] = _group(mine, inclusion[h], prompts[h], None, replicates)
         groups["pooled"] = _group(values, inclusion, prompts, None, replicates)
         groups["equal-domain"] = _group(values, inclusion, prompts, domains, replicates)
+        others = {name: asdict(found) for name, found in tables(anchors, plan, replicates).items()}
     except RecordError:
         raise
     except (KeyError, TypeError, ValueError) as error:
@@ -71,6 +76,7 @@ def summarise(provenance, rows, *, replicates=10_000):
         "prompts": len(set(prompts)),
         "measured": measured,
         "groups": groups,
+        "tables": others,
     }
 
 
@@ -128,6 +134,8 @@ def table(summary):
                 f"{_percent(cell['removed'])}   {_number(cell['max_acceptance'], 6)}  {_number(cell['alive'], 6)}  "
                 f"{cell['distinct']:8.1f}"
             )
+    for found in summary["tables"].values():
+        lines += ["", Table(**found).render()]
     return "\n".join(lines)
 
 
@@ -154,7 +162,7 @@ def plot(summary, path):
     panels[0].set(title="order 0: sees the prefix only", ylabel="information floor", xlabel="slot k", ylim=(0, None))
     panels[1].set(title="order 1: sees one realised token", xlabel="slot k", ylim=panels[0].get_ylim())
     panels[0].legend(fontsize=8, frameon=False)
-    figure.suptitle(_title(summary), fontsize=9)
+    figure.suptitle(conditions(summary), fontsize=9)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
@@ -225,7 +233,8 @@ def _percent(value):
     return f"{'-':>7}" if value is None else f"{100 * value:6.1f}%"
 
 
-def _title(summary):
+def conditions(summary):
+    """What the numbers were measured on, in one line."""
     p = summary["provenance"]
     design = p.get("design", {})
     law = design.get("law", {})
@@ -240,7 +249,7 @@ def _heading(summary):
     p = summary["provenance"]
     where = f"{p.get('device', '')} {p.get('hardware', '')}, commit {p.get('commit') or 'unknown'}"
     return (
-        f"Information floors of {_title(summary)}\n{where}\n"
+        f"Information floors of {conditions(summary)}\n{where}\n"
         "T0, T1: least rejection of a proposal that sees the prefix, and one realised token more."
     )
 
@@ -250,9 +259,13 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m reference.report", description="Report a record file.")
     parser.add_argument("records", type=Path)
     parser.add_argument("--plot", type=Path, help="write the floor curves to this image file")
+    parser.add_argument("--against", type=Path, metavar="RECORDS", help="compare with a run on the same anchors")
     options = parser.parse_args(arguments)
     try:
         summary = summarise(*read(options.records))
+        if options.against:
+            found = compare(read(options.records), read(options.against))
+            summary["tables"] |= {f"against: {name}": asdict(t) for name, t in found.items()}
         print(table(summary))
         if options.plot:
             plot(summary, options.plot)

@@ -12,6 +12,8 @@ DISTANCE, FLOORS, PATHS = "reference/distance.py", "reference/floors.py", "refer
 LAWS, STATS = "reference/laws.py", "reference/stats.py"
 RISK, SERVING, RESPONSE = "reference/risk.py", "reference/serving.py", "reference/response.py"
 VERIFY, OBJECTIVES = "reference/verify.py", "reference/objectives.py"
+REWEIGHTING = "reference/reweighting.py"
+# fmt: off
 MUTANTS = {  # what is forgotten: (file, what stands there, what stands there instead)
     "a weight": (DISTANCE, "weight = (weights / total)[order]", "weight = (0 * weights + 1 / len(rows))[order]"),
     "the rule for ties": (DISTANCE, "step * np.clip((1 - below.sum()) / step.sum(), 0, 1)", "step * 0"),
@@ -29,8 +31,20 @@ MUTANTS = {  # what is forgotten: (file, what stands there, what stands there in
     "the law of one's own drafts": (RISK, "total += share * (weights @ risks)", "total += (weights @ risks)"),
     "that paths stop": (SERVING, "reach(factors)[..., :-1]], axis=-1) * alive", "reach(factors)[..., :-1]], axis=-1)"),
     "what follows": (RESPONSE, "onward = 1 + factors[:, j] * onward", "onward = factors[:, j] * onward"),
+    "which is p and which is q": (SERVING, "(target_p, draft_p), target_p,", "(target_p, draft_p), draft_p,"),
+    "the bonus token": (SERVING, "float(1 + _mean(reach, weights).sum())", "float(_mean(reach, weights).sum())"),
+    "the sums of a ratio": (
+        SERVING, "_ratio((weights * rejected).sum(0), (weights * arrival).sum(0))",
+        "_ratio((weights * hazard).sum(0), weights.sum(0))",
+    ),
+    "that a residual is a law": (VERIFY, "return law / law.sum()", "return law"),
+    "the last forced token": (
+        REWEIGHTING, "rows = warp(np.asarray(session.grow(node[able], forced)), law)",
+        "rows = rows[able] if session.grow(node[able], forced) is not None else rows",
+    ),
     "the prompt": (STATS, "np.asarray(prompts)[here]", "np.arange(len(prompts))[here]"),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("name", MUTANTS)

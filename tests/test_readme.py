@@ -38,11 +38,13 @@ def test_the_test_command():
 
 
 def test_flags_in_the_readme_exist():
-    source = (ROOT / "examples" / "floor_qwen3_4b.py").read_text()
+    common = (ROOT / "reference" / "program.py").read_text()
     for command in COMMANDS:
-        if "floor_qwen3_4b.py" in command:
-            for flag in re.findall(r"--[a-z-]+", command):
-                assert f'"{flag}"' in source, f"{flag} is no flag of the example"
+        if example := re.search(r"examples/\w+\.py", command):
+            source = (ROOT / example[0]).read_text()
+            source += common if "program.parser" in source else ""
+            for flag in re.findall(r" --[a-z-]+", command.split("pip install -e .", 1)[-1]):
+                assert f'"{flag[1:]}"' in source, f"{flag} is no flag of {example[0]}"
 
 
 def test_every_folder_on_the_map_exists():

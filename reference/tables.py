@@ -1,0 +1,344 @@
+"""The paper's tables, each from a record file alone: decompositions, serving, best responses and the companions.
+
+Every number is a Hajek mean over anchors, or a ratio of two such sums, with the 95% interval of one prompt
+bootstrap; a difference or a share is formed inside each replicate.  A table is there if the run measured what it
+needs (`protocol.Design.also`, drafters), and is left out otherwise.
+
+    drafter      risk, floor, gap, exposure per slot                 Tables 5, 6
+    versus       paired differences between two drafters             Table 12
+    serving      free and serving risk, and why they differ          Table 7, App. F.1
+    dependence   joint survival over independent survival            Table 8, App. F.2
+    responses    single-slot best responses and sweeps               App. F.5, F.6
+    recovery     share of the missing information m tokens recover   Table 4
+    estimators   the order-1 floor five ways                         App. B.3, C.2
+    truncation, ladder, k_median, concentration                      App. C.3, C.6, D.2, Sec. 3.1
+    compare      two record files on the same anchors                App. C.4, C.6, C.7
+
+Tests: `tests/test_tables.py`.
+"""
+
+from itertools import combinations
+
+import numpy as np
+
+from reference.records import RecordError
+from reference.sample import Sample, Table, by_slot, ends, quantile, scalar, share
+from reference.serving import Serving, dependence, largest_risk_from_length, serving_risk
+
+
+def tables(anchors, plan, replicates=10_000):
+    """Every table that the rows allow, {name: Table}; the arguments are those of `Sample`."""
+    sample, out = Sample(anchors, plan, replicates), {}
+    for name in sample.drafters:
+        out[f"drafter {name}"] = drafter(sample, name)
+        out[f"serving {name}"] = serving(sample, name)
+        out[f"dependence {name}"] = dependences(sample, name)
+        if any("responses" in row["drafters"].get(name, {}) for row in anchors):
+            out[f"responses {name}"], out[f"sweeps {name}"] = responses(sample, name), sweeps(sample, name)
+    if sample.drafters:
+        out["accepted length"] = lengths(sample)
+    for a, b in combinations(sample.drafters, 2):
+        out[f"versus {a} {b}"] = versus(sample, a, b)
+    for name, needs, build in (
+        ("recovery", "information", recovery), ("information", "information", information),
+        ("estimators", "soft", estimators), ("truncation", "top256", truncation),
+        ("ladder", "quarter0", ladder), ("k_median", "k_median", k_medians),
+    ):  # fmt: skip
+        if needs in sample:
+            out[name] = build(sample)
+    return out
+
+
+def drafter(sample, name):
+    """Risk = floor + gap at every slot, and exposure (Tables 5 and 6)."""
+    order, risk, floor = order_of(sample, name), sample.column("drafters", name, "risk"), floor_of(sample, name)
+    both = [sample.sums(risk, floor), sample.sums(floor, risk)]
+    gap, share = sample.statistic(both, lambda means: [means[0] - means[1], 1 - means[1] / means[0]])
+    columns = {
+        f"T{'k' if order is None else order}": sample.mean(floor)[0].value,
+        "R" if order == 0 else "R oracle": sample.mean(risk)[0].value,
+        "gap": gap.value, "gap 95%": ends(gap), "gap / R": share.value, "share 95%": ends(share),
+    }  # fmt: skip
+    if order != 0:
+        own = sample.column("drafters", name, "self_risk")
+        columns["R self"] = sample.mean(own)[0].value
+        exposure = sample.mean(own - risk)[0]
+        columns |= {"exposure": exposure.value, "exposure 95%": ends(exposure)}
+    if order == 1:
+        columns["covered"] = sample.mean(sample.column("order1", "covered"))[0].value
+    tempered = sample.column("drafters", name, "tempered")
+    if not np.isnan(tempered).all():
+        columns["R tempered only"] = sample.mean(tempered)[0].value
+    return by_slot(f"{name}: rejection = floor + gap", columns)
+
+
+def versus(sample, a, b):
+    """What the second drafter changes on the same anchors and paths, second minus first (Table 12 form)."""
+    columns = {}
+    for label, values in (
+        ("R", [sample.column("drafters", n, "risk") for n in (a, b)]),
+        ("gap", [sample.column("drafters", n, "risk") - floor_of(sample, n) for n in (a, b)]),
+        ("R self", [sample.column("drafters", n, "self_risk") for n in (a, b)]),
+        (
+            "exposure",
+            [sample.column("drafters", n, "self_risk") - sample.column("drafters", n, "risk") for n in (a, b)],
+        ),
+    ):
+        change = values[1] - values[0]
+        if not np.isnan(change).all():
+            found = sample.mean(change)[0]
+            columns |= {label: found.value, f"{label} 95%": ends(found)}
+    return by_slot(f"{b} minus {a}", columns)
+
+
+def serving(sample, name):
+    """Free risk, serving risk, and the parts of their difference (Table 7 with App. F.1's two reasons)."""
+    risk, arrival, rejected = (sample.column("drafters", name, field) for field in ("risk", "arrival", "rejected"))
+    weight = 1 / sample.inclusion[:, None]
+    pooled = weight * np.nan_to_num(rejected), weight * np.nan_to_num(arrival)
+    change = sample.statistic([pooled, sample.sums(risk)], lambda ratios: [ratios[0] - ratios[1]])[0]
+    parts = serving_risk(Serving(None, risk, np.nan_to_num(arrival), np.nan_to_num(rejected)), 1 / sample.inclusion)
+    return by_slot(
+        f"{name}: risk over all target paths, and over those that arrive",
+        {
+            "free": parts.free, "serving": parts.risk, "change": change.value, "change 95%": ends(change),
+            "within anchors": parts.within, "between anchors": parts.between,
+        },
+    )  # fmt: skip
+
+
+def dependences(sample, name):
+    """Survival, and its ratio to survival under independent slots, within and between anchors (Table 8)."""
+    served, weight = served_of(sample, name), 1 / sample.inclusion
+    survival = sample.mean(served.survival)[0]
+    whole = dependence(served, weight)
+
+    def ratio(means):
+        survival, risk, alive = means
+        return [survival / (np.cumprod(1 - risk, axis=-1) * alive)]
+
+    sums = [sample.sums(served.survival), sample.sums(served.risk), sample.sums(served.alive)]
+    interval = sample.statistic(sums, ratio)[0]
+    return by_slot(
+        f"{name}: do acceptances hang together?",
+        {
+            "survival": survival.value, "survival 95%": ends(survival), "D": whole.ratio, "D 95%": ends(interval),
+            "within anchors": whole.within, "between anchors": whole.between,
+        },
+    )  # fmt: skip
+
+
+def lengths(sample):
+    """Accepted length of every drafter, the bonus token counted; as if slots were independent; and what it bounds."""
+    rows = []
+    for name in sample.drafters:
+        served = served_of(sample, name)
+        tau = sample.mean(1 + served.survival.sum(axis=1))[0]
+        risk, alive = (m.value for m in sample.mean(served.risk, served.alive))
+        product = 1 + np.nansum(np.cumprod(1 - np.nan_to_num(risk)) * alive)
+        bound = largest_risk_from_length(float(tau.value[0]), sample.gamma)
+        rows.append([name, *scalar(tau), float(product), bound, float(np.nanmax(risk))])
+    columns = ["drafter", "tau", "tau 95%", "tau if independent", "bound on largest R", "largest R"]
+    return Table("accepted tokens per round, bonus token counted", columns, rows)
+
+
+def responses(sample, name):
+    """What one slot's best response would add, in tokens per round, held out and fitted (App. F.5)."""
+    held, train, paths = (
+        sample.column("drafters", name, "responses", f) for f in ("held_out", "train", "effective_paths")
+    )
+    gain, over, effective = sample.mean(held, train - held, paths)
+    return by_slot(
+        f"{name}: gain in tau from one slot's best response",
+        {
+            "gain": gain.value,
+            "gain 95%": ends(gain),
+            "fitted minus held out": over.value,
+            "effective paths": effective.value,
+        },
+    )
+
+
+def sweeps(sample, name):
+    """All slots refitted in turn, against the sum of the single responses (App. F.6)."""
+
+    def last(direction, field):
+        return np.array([(r["drafters"][name][direction][field] or [np.nan])[-1] for r in sample.anchors])
+
+    single = sample.column("drafters", name, "responses", "held_out").sum(axis=1)
+    forward, backward = last("forward", "held_out"), last("backward", "held_out")
+    over = last("forward", "train") - forward
+    found = sample.statistic(
+        [sample.sums(v) for v in (single, forward, backward, over)],
+        lambda m: [m[0], m[1], m[2], m[1] / m[0], m[2] - m[1], m[3]],
+    )
+    names = (
+        "sum of single gains",
+        "forward sweeps",
+        "backward sweeps",
+        "forward / sum",
+        "backward - forward",
+        "fitted minus held out",
+    )
+    return Table(
+        f"{name}: gain in tau from refitting all slots",
+        ["", "value", "95%"],
+        [[n, *scalar(f)] for n, f in zip(names, found, strict=True)],
+    )
+
+
+def recovery(sample):
+    """rho_{k,m}, the share of the missing information that the last m realised tokens recover (Table 4)."""
+    whole, rows = sample.column("information", "whole"), []
+    blind, realised = sample.column("information", "blind"), sample.column("information", "realised")
+    for m in (1, 2, 4):
+        slots = np.arange(m + 1, sample.gamma)
+        if not len(slots):
+            continue
+        part = sample.column("information", f"order{m}")
+        published = blind - sample.column(f"suffix{m}", "loss"), blind - realised
+        cells = ~np.isnan(published[0] + published[1])
+        for label, here in [(f"{k}", [k]) for k in slots] + [("pooled", slots)]:
+            row = [m, label, *scalar(share(sample, part[:, here], whole[:, here], pool=True))]
+            if f"suffix{m}" in sample:
+                ess = np.concatenate(sample.column(f"suffix{m}", "ess")[:, here][cells[:, here]][None], axis=None)
+                row += [
+                    *scalar(share(sample, published[0][:, here], published[1][:, here], pool=True)),
+                    int(cells[:, here].sum()),
+                ]
+                row += [float(np.median(ess)) if len(ess) else None]
+            rows.append(row)
+    columns = ["order", "slot", "rho", "95%"]
+    if rows and len(rows[0]) > 4:
+        columns += ["one token: rho", "one token: 95%", "cells", "median ESS"]
+    return Table("share of the missing information that the last m tokens recover", columns, rows)
+
+
+def information(sample):
+    """What the block's own tokens tell, in nats: divergence form, and from the one realised token (App. A.3)."""
+    names = ("whole", "order1", "blind", "realised", "commit")
+    whole, first, blind, realised, commit = (sample.column("information", n) for n in names)
+    loss = sample.mean(blind - realised)[0]
+    means = sample.mean(whole, first, realised, blind, commit)
+    support = sample.column("support")
+    return by_slot(
+        "missing information in nats",
+        {
+            "I(whole)": means[0].value, "I 95%": ends(means[0]), "I(last 1)": means[1].value, "CE_A": means[2].value,
+            "CE_B": means[3].value, "CE_commit": means[4].value, "CE_B - CE_A": loss.value,
+            "one token: 95%": ends(loss),
+            "median N_eff": [quantile(support[:, k], sample.inclusion, 0.5) for k in range(sample.gamma)],
+        },
+    )  # fmt: skip
+
+
+def estimators(sample):
+    """The order-1 floor by grouping, softly, and given the realised predecessor (App. B.3, C.2)."""
+    columns = {
+        "plug-in": ("order1", "fit"), "one direction": ("order1", "split"), "cross-fit": ("order1", "held_out"),
+        "soft": ("soft", "fit"), "soft held out": ("soft", "held_out"), "soft lower": ("soft", "lower"),
+        "soft upper": ("soft", "upper"), "reweighted": ("suffix1", "fit"),
+        "reweighted held out": ("suffix1", "held_out"),
+        "ESS": ("suffix1", "ess"),
+    }  # fmt: skip
+    found = {label: sample.column(*path) for label, path in columns.items()}
+    found = {label: values for label, values in found.items() if not np.isnan(values).all()}
+    return by_slot(
+        "order-1 floor by five estimators",
+        dict(zip(found, (m.value for m in sample.mean(*found.values())), strict=True)),
+    )
+
+
+def truncation(sample):
+    """Floors read on the largest probabilities only, against the full read (App. C.3)."""
+    columns = {}
+    for order in (0, 1):
+        full = sample.column(f"order{order}", "fit")
+        columns[f"T{order} full"] = sample.mean(full)[0].value
+        for kept in (256, 20):
+            fit, lower, upper = (sample.column(f"top{kept}", f"order{order}_{f}") for f in ("fit", "lower", "upper"))
+            change, band = sample.mean(fit - full, (upper - lower) / 2)
+            columns |= {f"top {kept}: change": change.value, "95%" + " " * len(columns): ends(change)}
+            columns[f"band T{order} {kept}"] = band.value
+    return by_slot("floors from truncated reads, minus the full read; half the certified band", columns)
+
+
+def ladder(sample):
+    """Do the floors move between a quarter of the paths and all of them? (App. C.6)"""
+    columns = {}
+    for label, order, field in (("T0 fit", 0, "fit"), ("T1 plug-in", 1, "fit"), ("T1 cross-fit", 1, "held_out")):
+        few, all_ = sample.column(f"quarter{order}", field), sample.column(f"order{order}", field)
+        at_few, change = sample.mean(few, all_ - few)
+        columns |= {f"{label} at M/4": at_few.value, f"{label}: change": change.value, f"{label} 95%": ends(change)}
+    return by_slot("floors at M minus floors at M/4, same paths", columns)
+
+
+def k_medians(sample):
+    """K proposals instead of one, an oracle choosing among them (App. D.2)."""
+    one = sample.column("order0", "fit")
+    columns, spreads = {"K = 1": sample.mean(one)[0].value}, []
+    for k in (2, 4):
+        risk = sample.column("k_median", f"risk{k}")
+        removed = share(sample, one - risk, one)
+        columns |= {
+            f"K = {k}": sample.mean(risk)[0].value,
+            f"removed by {k}": removed.value,
+            f"removed by {k} 95%": ends(removed),
+        }
+        spreads.append(sample.column("k_median", f"spread{k}"))
+        columns[f"spread {k}"] = sample.mean(spreads[-1])[0].value
+    return by_slot("risk of K proposals, the best chosen by an oracle (an upper bound)", columns)
+
+
+def compare(first, second, replicates=10_000):
+    """Two runs on the same anchors, second minus first: another law, more paths, other drafters (App. C.4, C.6, C.7).
+
+    Args: first, second: (provenance, rows) of the record files.
+    Returns: {name: Table}, over the anchors and slots that both have.
+    Raises: RecordError if they share no anchor.
+    """
+    rows = [{(r["prompt"], r["position"]): r for r in rows if r["kind"] == "anchor"} for _, rows in (first, second)]
+    keys = [key for key in rows[0] if key in rows[1]]
+    if not keys:
+        raise RecordError("the two record files share no anchor; measure the second one with the first one's anchors")
+    plan = next(row["domains"] for row in first[1] if row["kind"] == "plan")
+    a, b = (Sample([r[key] for key in keys], plan, replicates) for r in rows)
+    gamma, out = min(a.gamma, b.gamma), {}
+    paths = {"T0 fit": ("order0", "fit"), "T1 cross-fit": ("order1", "held_out")}
+    for name in a.drafters:
+        paths |= (
+            {f"R {name}": ("drafters", name, "risk"), f"R self {name}": ("drafters", name, "self_risk")}
+            if name in b.drafters
+            else {}
+        )
+    for label, path in paths.items():
+        before, after = (s.column(*path)[:, :gamma] for s in (a, b))
+        before, after = before + 0 * after, after + 0 * before  # where both are present
+        if not np.isnan(before).all():
+            change, relative = a.statistic([a.sums(before), a.sums(after)], lambda m: [m[1] - m[0], m[1] / m[0] - 1])
+            means = a.mean(before, after)
+            out[label] = by_slot(
+                f"{label} on {len(keys)} shared anchors, second minus first",
+                {"first": means[0].value, "second": means[1].value, "change": change.value, "95%": ends(change),
+                 "relative": relative.value},
+            )  # fmt: skip
+    return out
+
+
+def order_of(sample, name):
+    """How many tokens of the block a drafter reads."""
+    return next(row["drafters"][name]["order"] for row in sample.anchors if name in row.get("drafters", {}))
+
+
+def floor_of(sample, name):
+    """The floor that bounds a drafter's risk: T0 as fitted, T1 cross-fitted, 0 for one that reads the whole block."""
+    order = order_of(sample, name)
+    return {0: sample.column("order0", "fit"), 1: sample.column("order1", "held_out")}.get(
+        order, 0 * sample.column("order0", "fit")
+    )
+
+
+def served_of(sample, name):
+    """The `Serving` arrays of every anchor, [N, gamma]."""
+    risk, arrival, rejected = (sample.column("drafters", name, f) for f in ("risk", "arrival", "rejected"))
+    return Serving(sample.column("alive"), risk, arrival, rejected)
