@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from models import toy
 from reference.clusters import improve, k_median
 from reference.distance import barycentre, barycentre_risk, total_variation
 from reference.laws import warp
 from tests.agreement import TOLERANCES, assert_agree
-from tests.strategies import families, seeds
+from tests.strategies import chains, families, seeds
+from tests.test_paths import backends
 
 SLACK = TOLERANCES["float64"]
 
@@ -44,6 +46,17 @@ def test_one_centre_is_the_barycentre(family, seed):
     assert_agree(found.centres, q[None], "exact")
     assert_agree(found.risk, barycentre_risk(rows, q, weights), "exact")
     assert found.spread == 0.0
+
+
+@given(chains(), seeds)
+def test_one_proposal_is_the_order_0_floor(chain, seed):
+    """Catalogue 36 and 49: on the rows of a walk, in both backends."""
+    uniforms = np.random.default_rng(seed).random((20, 3))
+    for backend in backends():
+        for slot in backend.walk(toy.markov_chain(*chain), [0, 1], 3, uniforms):
+            found = backend.k_median(slot.rows, slot.weight, 1, seed=seed)
+            assert_agree(found.risk, backend.floor(slot, 0).fit, "float64")
+            assert found.spread == 0.0
 
 
 @given(families(), seeds)

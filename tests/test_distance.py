@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 from hypothesis import example, given
+from hypothesis import strategies as st
 
 from reference.distance import barycentre, barycentre_risk, overlap, total_variation
 from reference.laws import truncate, warp
 from tests.agreement import assert_agree
-from tests.strategies import families, logits
+from tests.strategies import families, logits, seeds
 from tests.twins import both
 
 
@@ -52,13 +53,63 @@ def test_least_risks_in_closed_form(barycentre, rows, weights, risk):
 
 @both("barycentre")
 def test_which_minimiser(barycentre):
-    """Catalogue 12 (proportional ties), H2 (a): the majority row exactly; (e) a single row is itself."""
+    """Catalogue 4, 12 (proportional ties), H2 (a): the majority row exactly; (e) a single row is itself."""
     assert_agree(barycentre(binary(0.1, 0.5)), np.array([0.7, 0.3]), "float64")
+    rows = CASES["A4"][0]
+    assert_agree(barycentre_risk(rows, np.array([0.6, 0.3, 0.1])), 0.8 / 3, "float64")  # one of many
+    twice = barycentre(np.repeat(rows, [1, 2, 1], axis=0))
+    assert_agree(barycentre(rows, np.array([1.0, 2, 1])), twice, "float64")
     rows = CASES["H2 a"][0]
     assert_agree(barycentre(rows, np.array([0.55, 0.25, 0.2])), rows[0], "float64")
     assert_agree(barycentre(rows[:1]), rows[0], "float64")
     mixture = np.array([0.55, 0.25, 0.2]) @ rows
     assert_agree(barycentre_risk(rows, mixture, [0.55, 0.25, 0.2]), 0.33, "float64")
+
+
+@both("barycentre_risk")
+@pytest.mark.parametrize(
+    ("name", "risk"), [("A4", 0.3), ("A4 weighted", 0.229), ("A5 cyclic", 1.1 / 3), ("A6 bimodal", 0.48)]
+)
+def test_the_mixture_is_not_the_barycentre(barycentre_risk, name, risk):
+    """Catalogue 4 to 6: what the weighted mean of the rows scores; as good only in the cyclic case."""
+    rows, weights, _ = CASES[name]
+    weights = np.full(len(rows), 1 / len(rows)) if weights is None else np.array(weights)
+    assert_agree(barycentre_risk(rows, weights @ rows, weights), risk, "float64")
+
+
+@both("barycentre")
+@given(table=logits(), share=st.floats(0, 1), seed=seeds)
+def test_between_two_rows(barycentre, table, share, seed):
+    """Catalogue 2: T = min(w, 1 - w) TV; weighted alike, any law between the two rows is as good."""
+    rows = warp(table)[[0, -1]]
+    p, d, weights = rows[0], rows[1] - rows[0], np.array([share, 1 - share])
+    risk = barycentre_risk(rows, barycentre(rows, weights), weights)
+    assert_agree(risk, float(min(weights) * total_variation(*rows)), "float64")
+    part = np.random.default_rng(seed).random(len(d))
+    up, down = (part * np.maximum(s * d, 0) for s in (1, -1))
+    most = min(up.sum(), down.sum())
+    between = p + sum(s * a * (most / a.sum() if most else 0) for s, a in ((1, up), (-1, down)))
+    assert_agree(barycentre_risk(rows, between), float(total_variation(*rows) / 2), "float64")
+
+
+@both("barycentre")
+@given(ones=st.lists(st.floats(0, 1), min_size=1, max_size=6), seed=seeds)
+def test_two_tokens_have_a_median(barycentre, ones, seed):
+    """Catalogue 3: over two tokens the least risk is the mean distance to the weighted median."""
+    ones, weights = np.array(ones), np.random.default_rng(seed).random(len(ones)) + 0.01
+    rows = binary(*ones)
+    least = min(weights @ np.abs(ones - one) for one in ones) / weights.sum()
+    assert_agree(barycentre_risk(rows, barycentre(rows, weights), weights), float(least), "float64")
+
+
+@both("barycentre_risk")
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_identical_rows_cost_nothing(barycentre_risk, dtype):
+    """Catalogue 11; five copies whose weights do not add up exactly."""
+    row = warp(np.random.default_rng(1).normal(size=50) * 3).astype(dtype).astype(np.float64)
+    rows, weights = np.tile(row, (5, 1)), np.array([0.1, 0.2, 0.3, 0.3, 0.1])
+    for w in (weights, None):
+        assert_agree(barycentre_risk(rows, barycentre(rows, w), w), 0.0, "float64")
 
 
 @both("barycentre")
@@ -133,9 +184,11 @@ def test_bounds_and_invariances(family):
     assert 0 <= risk <= (pairs @ w).min() + 1e-12
     assert risk >= w @ pairs @ w / 2 - 1e-12
     assert risk <= 1 - mean.max() + 1e-12
+    others = len(rows) - 1
+    assert not others or least_risk(rows) >= pairs.sum() / (len(rows) * others) / 2 - 1e-12
     assert risk <= barycentre_risk(rows, mean, weights) + 1e-12
     with np.errstate(divide="ignore", invalid="ignore"):
-        kl = np.where(w > 0, np.where(rows > 0, rows * np.log(rows / mean), 0).sum(axis=1), 0)
+        kl = np.where(w > 0, np.where(rows > 0, rows * (np.log(rows) - np.log(mean)), 0).sum(axis=1), 0)
     assert risk <= np.sqrt(max(0.0, w @ kl) / 2) + 1e-12  # Pinsker and Jensen
 
     rng = np.random.default_rng(0)
@@ -213,7 +266,9 @@ def test_a_truncated_read_moves_the_floor_by_at_most_the_residual(family):
 
 @both("barycentre_risk")
 def test_a_proposal_that_is_none_is_refused(barycentre_risk):
+    """Catalogue 7: among them the zero vector, half a TV from everything."""
     rows = np.full((2, 4), 0.25)
-    for q in ([0.25, 0.25, 0.25, np.nan], [1.0, 1, 1, 1], [0.5, 0.5], [1.0], [0.5, 0.6, -0.1, 0.0]):
+    assert_agree(total_variation(rows, np.zeros(4)), np.full(2, 0.5), "exact")
+    for q in ([0.25, 0.25, 0.25, np.nan], [1.0, 1, 1, 1], [0.5, 0.5], [1.0], [0.5, 0.6, -0.1, 0.0], [0.0] * 4):
         with pytest.raises(ValueError, match=r"proposal over|no distribution"):
             barycentre_risk(rows, np.array(q))

@@ -1,5 +1,6 @@
 """The log-loss companion: the exact chain, entropies, the published realised-token forms, agreement."""
 
+from importlib import import_module
 from itertools import pairwise
 
 import numpy as np
@@ -13,6 +14,7 @@ from reference.paths import Slot, walk
 from tests.agreement import TOLERANCES, assert_agree
 from tests.strategies import chains, families, laws, seeds
 from tests.test_floors import tensors
+from tests.test_paths import backends
 
 SLACK = TOLERANCES["float64"]
 
@@ -103,6 +105,13 @@ def test_entropies(family):
     assert_agree(mutual_information(slot_from(rows[:1], weights[:1] + 1)), 0.0, "exact")
 
 
+def test_tokens_without_mass_are_no_nan():
+    """Field case I1 (b): with q = (.25, .75, 0) the mean of p = (.5, .5, 0) and (0, 1, 0), KL(p || q) = .143841."""
+    slot = slot_from(np.array([[0.5, 0.5, 0.0], [0.0, 1.0, 0.0]]), np.array([0.5, 0.5]))
+    for found in both_backends(slot):
+        assert_agree(2 * found - float(np.log(4 / 3)), 0.1438410, "printed")
+
+
 @given(chains(), laws(), seeds)
 def test_backends_agree_on_walks(chain, law, seed):
     """Every slot and order; float64, and float32 rows."""
@@ -174,6 +183,18 @@ def test_realised_losses_are_ordered(chain, law, seed):
         assert_agree(exact.commit, found.commit, "float64")
         if slot.index == 0:
             assert_agree(found.commit, found.blind.plugin, "float64")
+
+
+def test_the_loss_given_everything():
+    """Catalogue 38: with the whole history forced, C_{k,k} = CE_A = -log p of the realised token."""
+    target, block = toy.random_table(4, 3, seed=2), (1, 3, 0)
+    uniforms = np.random.default_rng(0).random((5, 4))
+    for backend in backends():
+        force = import_module(f"{backend.__name__}.reweighting").force_suffix
+        for k in (1, 2, 3):
+            found = backend.ce_realised(force(target, [0], block[:k], k, uniforms), 2)
+            expected = float(-np.log(target.next_token((0, *block[:k]))[2]))
+            assert_agree(np.array([found.blind.value, found.commit]), np.full(2, expected), "float64")
 
 
 def test_both_forms_have_one_expectation():

@@ -60,6 +60,36 @@ def test_a_row_without_finite_maximum_is_named(warp, bad):
         warp(rows)
 
 
+@both("warp")
+def test_a_nan_row_spoils_no_other(warp):
+    """Field case A2 (a): of three rows of 10,000 the middle one is NaN; it is named, and the others do not need it."""
+    logits = np.random.default_rng(0).normal(size=(3, 10_000))
+    logits[1] = np.nan
+    with pytest.raises(ValueError, match=r"row \(1,\)"):
+        warp(logits)
+    alone = np.concatenate([warp(logits[[0]]), warp(logits[[2]])])
+    assert_agree(warp(logits[[0, 2]]), alone, "float64")
+    tokens = draw(np.asarray(alone), [0.3, 0.9])
+    with pytest.raises(ValueError):
+        draw(np.insert(alone, 1, np.nan, axis=0), [0.3, 0.5, 0.9])
+    assert_agree(draw(alone[[0, 0, 1]], [0.3, 0.5, 0.9])[[0, 2]], tokens, "exact")
+
+
+def test_every_greedy_route_takes_the_lowest_of_equal_maxima():
+    """Field case B3 (a): bfloat16 scores, equal at ids 5 and 256."""
+    torch, fast = pytest.importorskip("torch"), pytest.importorskip("fast")
+    scores = torch.from_numpy(np.random.default_rng(0).normal(size=512)).bfloat16()
+    scores[[5, 256]] = scores.max() + 1
+    routes = {"argmax": int(scores.argmax()), "NumPy": int(scores.float().numpy().argmax())}
+    for law in (SamplingLaw(temperature=0.0), SamplingLaw(top_k=1), SamplingLaw(top_p=0.0)):
+        for rows in (warp(scores.float().numpy()[None], law), fast.warp(scores.float()[None], law)):
+            routes[type(rows).__name__, law] = int((rows[0] > 0).nonzero()[0].item())
+            for u in (0.0, 0.5, 0.999):
+                taken = draw(rows, [u]) if isinstance(rows, np.ndarray) else fast.draw(rows, [u])
+                routes[type(rows).__name__, law, u] = int(taken[0])
+    assert set(routes.values()) == {5}, routes
+
+
 @pytest.mark.parametrize("options", [{"temperature": -1}, {"temperature": np.nan}, {"top_k": -1}, {"top_p": 1.5}])
 def test_a_law_out_of_range_is_refused(options):
     with pytest.raises(ValueError, match="must"):

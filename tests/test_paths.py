@@ -66,6 +66,38 @@ def test_the_first_paths_and_slots_of_a_larger_walk():
         assert_agree(a.drawn, b.drawn[:16], "exact")
 
 
+def test_a_longer_block_begins_with_the_shorter_one():
+    """Catalogue 49: the first 7 slots of 16, their rows and their floors, in both backends."""
+    target = toy.random_table(4, 3, seed=1, stop_ids=(3,))
+    uniforms = np.random.default_rng(0).random((48, 16))
+    for backend in backends():
+        short, long = (backend.walk(target, [0], g, uniforms[:, :g]) for g in (7, 16))
+        slots = list(zip(short, long, strict=False))
+        assert len(slots) == 7
+        for a, b in slots:
+            for name in ("parent", "token", "weight", "rows", "path_node", "drawn"):
+                assert_agree(getattr(a, name), getattr(b, name), "exact")
+            for order in (0, 1):
+                assert backend.floor(a, order) == backend.floor(b, order)
+
+
+def test_two_routes_to_a_floor():
+    """Catalogue 51: sampled and enumerated T^(0) lie within a quarter of the step to the next slot, so none is shifted.
+
+    The floors of the two-token chain are 0, .1, .19, .255.  Each estimate is a mean of 100,000 path risks in [0, 1]:
+    six standard errors are at most .0095, false alarm below 1e-8 per slot.
+    """
+    uniforms = np.random.default_rng(3).random((100_000, 4))
+    for backend in backends():
+        sampled = [backend.floor(slot, 0).fit for slot in backend.walk(toy.two_token_chain(), [0, 0], 4, uniforms)]
+        exact = backend.enumerate_paths(toy.two_token_chain(), [0, 0], 4, budget=99, cutoff=0.0)
+        exact = [backend.floor(slot, 0).fit for slot in exact]
+        steps = np.diff(exact)
+        assert steps.min() > 0.06
+        assert (np.abs(np.array(sampled) - exact)[1:] < steps / 4).all()
+        assert (np.abs(np.array(sampled[1:]) - exact[:-1]) > steps / 4).all()  # what a shift would look like
+
+
 def test_stops():
     """A path that draws a stop id is alive at that slot and gone afterwards; the walk ends with the last path."""
     target = toy.markov_chain(np.array([0.5, 0.5]), stop_ids=(1,))

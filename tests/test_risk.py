@@ -137,6 +137,19 @@ def test_the_decomposition(chain, seed):
     assert_agree(exposure(self_risk(start, after, known), risk(start, after[start.token])), 0.0, "float64")
 
 
+@given(chains(), seeds)
+def test_no_proposal_beats_the_floors_of_its_own_paths(chain, seed):
+    """Catalogue 50: at every slot of a walk, R - T^(0) and R^oracle - T^(1), plug-in, are not negative."""
+    table, stop_ids = chain
+    first, after = drafter(table.shape[-1], seed)
+    uniforms = np.random.default_rng(seed).random((15, 4))
+    for slot in walk(toy.markov_chain(table, stop_ids), [0, 1], 4, uniforms):
+        for room, own in wings("risk"):
+            floors, there = import_module(room.__name__.replace("risk", "floors")), owned(slot, own)
+            assert gap(room.risk(there, own(first)), floors.floor(there, 0)).fit >= -1e-12
+            assert gap(room.risk(there, own(after[slot.token])), floors.floor(there, 1)).fit >= -1e-12
+
+
 def test_both_sides_of_a_gap():
     slot = paths_slot(np.array([[0.9, 0.1], [0.5, 0.5], [0.2, 0.8]]), [0, 0, 1, 2, 2])
     lowest = floor(slot, 0)

@@ -114,10 +114,17 @@ def test_the_array_that_was_sampled_from(wing):
 
 @each_wing
 def test_the_residual(wing):
-    """All of q is subtracted (only at token 0: .625, .375 in place of 2/3, 1/3); nothing left over falls back to p."""
-    law = called(wing, "residual", np.array([0.2, 0.5, 0.3]), np.array([0.5, 0.3, 0.2]))
+    """All of q is subtracted; where nothing is left over it falls back to p.
+
+    Field case A1 (c): .3 of the drafts are replaced; had only the drafted token 0 been subtracted, its place would go
+    to the others as p has them, and the text would have the law (.2, .4875, .3125).
+    """
+    row, draft = np.array([0.2, 0.5, 0.3]), np.array([0.5, 0.3, 0.2])
+    law = called(wing, "residual", row, draft)
     assert_agree(law, np.array([0, 2 / 3, 1 / 3]), "float64")
-    row = np.array([0.2, 0.5, 0.3])
+    kept, careless = np.minimum(row, draft), np.array([0, 0.5, 0.3]) / 0.8
+    assert_agree(kept + 0.3 * np.asarray(law), row, "float64")
+    assert_agree(kept + 0.3 * careless, np.array([0.2, 0.4875, 0.3125]), "float64")
     assert_agree(called(wing, "residual", row, row), row, "float64")
 
 
