@@ -1,12 +1,12 @@
 """Train the tiny target: a Qwen3 decoder of 2.8 million parameters, in the hub's layout, on a CPU.
 
-Its corpus is text that every Python installation holds (`examples/tiny_corpus.py`), its tokenizer a byte-level BPE of
+Its corpus is text that every Python installation holds (`models/corpus.py`), its tokenizer a byte-level BPE of
 2,048 tokens, its chat format ChatML.  It is a small language model to measure and to train drafters for, in minutes
 and without a download; it knows little and says it confidently.
 
-    python -m examples.train_tiny_target --out tiny/target                # 100 minutes on two cores
-    python -m examples.train_tiny_target --out tiny/target --resume       # go on after an interruption
-    python -m examples.train_tiny_target --out /tmp/smoke --limit 8 --steps 4    # seconds: a trial of every step
+    python examples/train_tiny_target.py --out tiny/target                # 100 minutes on two cores
+    python examples/train_tiny_target.py --out tiny/target --resume       # go on after an interruption
+    python examples/train_tiny_target.py --out /tmp/smoke --limit 8 --steps 4    # seconds: a trial of every step
 
 Writes the model's folder every few minutes and at the end, with a model card, and the training state beside it
 (`OUT.checkpoint`).  The batch of a step is a function of (seed, step), and so with `--steps` are the weights; with
@@ -32,8 +32,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from examples import tiny_corpus
 from fast.decoder import Decoder
+from models import corpus
 from models.config import DecoderConfig
 
 CONTEXT = 1024
@@ -92,14 +92,14 @@ def run(options):
     if options.resume and not state.exists():
         raise ValueError(f"--resume needs {state}, which does not exist; leave --resume out to begin")
     folder.mkdir(parents=True, exist_ok=True)
-    documents = tiny_corpus.build(options.seed, options.limit)
-    corpus = hashlib.sha256("\0".join(map(text_of, documents)).encode()).hexdigest()[:16]
+    documents = corpus.build(options.seed, options.limit)
+    digest = hashlib.sha256("\0".join(map(text_of, documents)).encode()).hexdigest()[:16]
     training = [d for d in documents if not d.held_out]
     if not options.resume:
         write(folder / "tokenizer.json", train_tokenizer(training).to_str().encode())
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     held_out = held_out_rows(tokenizer, documents)
-    trainer = Trainer(options, encode(tokenizer, training), corpus)
+    trainer = Trainer(options, encode(tokenizer, training), digest)
     if options.resume:
         trainer.restore(state)
 
@@ -157,7 +157,7 @@ def encode(tokenizer, documents):
 def held_out_rows(tokenizer, documents):
     """By domain: (ids of each held-out document, length of its question's part, bytes of its answer)."""
     rows = {}
-    for domain in tiny_corpus.DOMAINS:
+    for domain in corpus.DOMAINS:
         chosen = [d for d in documents if d.held_out and d.domain == domain]
         ids = [row[: CONTEXT + 1] for row in encode(tokenizer, chosen)]
         starts = [int(np.flatnonzero(row == STOP)[0]) + 5 for row in ids]  # stop, newline, start, assistant, newline
@@ -171,7 +171,7 @@ def held_out_rows(tokenizer, documents):
 class Trainer:
     """A decoder, its optimizer, and the stream of batches; everything that a resumed run needs."""
 
-    def __init__(self, options, documents, corpus):
+    def __init__(self, options, documents, digest):
         self.options, self.documents = options, documents
         self.config = DecoderConfig.from_dict(CONFIG)
         self.model = Decoder(self.config, initial_weights(self.config, options.seed)).requires_grad_(True)
@@ -179,7 +179,7 @@ class Trainer:
         others = [p for p in self.model.parameters() if p.dim() == 1]
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), foreach=True)
-        self.identity = {"seed": options.seed, "corpus": corpus, "config": CONFIG, "batch": BATCH}
+        self.identity = {"seed": options.seed, "corpus": digest, "config": CONFIG, "batch": BATCH}
         self.step, self.seconds, self.loss = 0, 0.0, math.nan
         self.epoch = lru_cache(2)(self.shuffled)
 
@@ -361,7 +361,7 @@ and demonstrations of speculative decoding, small enough to train and to measure
 Text of one Python {platform.python_version()} installation, read at training time and not stored: standard-library
 functions and classes (code), docstrings, comments and the language manual (prose), requests in everyday sentences made
 from docstrings (chat), and problems from a seeded generator (arithmetic).  One source file, topic or problem in
-{tiny_corpus.HELD_OUT} is held out.  Bits per byte are of held-out answers given their questions, stop token included.
+{corpus.HELD_OUT} is held out.  Bits per byte are of held-out answers given their questions, stop token included.
 
 | domain | training documents | held-out bits per byte |
 |---|---|---|
@@ -369,7 +369,7 @@ from docstrings (chat), and problems from a seeded generator (arithmetic).  One 
 
 ## Training
 
-    python -m examples.train_tiny_target {length} --seed {options.seed}{limit}
+    python examples/train_tiny_target.py {length} --seed {options.seed}{limit}
 
 {report["steps"]:,} steps of {BATCH:,} tokens, {report["tokens"] / 1e6:.1f} million tokens in all
 ({report["tokens"] / report["epoch_tokens"]:.2f} passes over {report["epoch_tokens"] / 1e6:.2f} million), in

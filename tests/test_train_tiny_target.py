@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from examples import tiny_arithmetic, tiny_corpus
+from models import arithmetic, corpus
 from models.text import Text, builtin_prompts, read_prompts
 from tests.agreement import assert_agree
 
@@ -34,22 +34,22 @@ def trained(tmp_path_factory):
 
 
 def test_corpus_has_four_domains_and_is_the_same_every_time():
-    documents = tiny_corpus.build(seed=3, limit=12)
-    assert documents == tiny_corpus.build(seed=3, limit=12)
-    assert documents != tiny_corpus.build(seed=4, limit=12)
-    assert {d.domain for d in documents} == set(tiny_corpus.DOMAINS)
+    documents = corpus.build(seed=3, limit=12)
+    assert documents == corpus.build(seed=3, limit=12)
+    assert documents != corpus.build(seed=4, limit=12)
+    assert {d.domain for d in documents} == set(corpus.DOMAINS)
     assert all(d.question.strip() and d.answer.strip() and "<|" not in d.question + d.answer for d in documents)
 
 
 def test_a_source_is_held_out_or_trained_on_as_a_whole():
-    documents = tiny_corpus.build(limit=60)
+    documents = corpus.build(limit=60)
     held_out = {d.source for d in documents if d.held_out}
     assert held_out and held_out.isdisjoint(d.source for d in documents if not d.held_out)
 
 
 def test_every_equation_in_the_arithmetic_holds():
     term = r"(?:[\d.$]+ [-+*/] )*\$?\d+(?:\.\d+)?"
-    answers = [tiny_arithmetic.problem(random.Random(number))[1] for number in range(2000)]
+    answers = [arithmetic.problem(random.Random(number))[1] for number in range(2000)]
     steps = [step for answer in answers for step in re.split(r"\. |\n", answer) if not re.search(r"\bx\b|\dx", step)]
     chains = [chain for step in steps for chain in re.findall(f"{term}(?: = {term})+", step)]
     assert len(chains) > len(answers)
@@ -64,7 +64,7 @@ def test_corpus_does_not_repeat_the_measurement_prompts():
         return {tuple(words[i : i + length]) for i in range(len(words) - length + 1)}
 
     measured = set().union(*(runs(prompt.text) for prompt in read_prompts(builtin_prompts())))
-    for document in tiny_corpus.build(limit=80):
+    for document in corpus.build(limit=80):
         assert not measured & runs(document.question), document.question
 
 
@@ -81,7 +81,7 @@ def test_both_wings_read_the_model(trained):
 
 def test_text_is_the_training_text(trained):
     text = Text.from_folder(trained)
-    document = tiny_corpus.Document("chat", "", "What is 12 + 30?", "```python\nsum([12,\t30])  # é, 漢\n```")
+    document = corpus.Document("chat", "", "What is 12 + 30?", "```python\nsum([12,\t30])  # é, 漢\n```")
     whole = example.text_of(document)
     prompt = text.chat([{"role": "user", "content": document.question}])
     ids = text.encode(whole)
@@ -159,5 +159,5 @@ def test_resume_needs_something_to_resume(tmp_path):
 def test_last_line_is_json(trained, capsys):
     example.main(["--out", str(trained), *SHORT, "--resume"])
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert report["steps"] == 4 and set(report["held_out_bits_per_byte"]) == set(tiny_corpus.DOMAINS)
+    assert report["steps"] == 4 and set(report["held_out_bits_per_byte"]) == set(corpus.DOMAINS)
     assert "bits per byte" in (trained / "README.md").read_text("utf-8")

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from examples import tiny_arithmetic
+from models import arithmetic
 
 DOMAINS = ("arithmetic", "code", "prose", "chat")
 PROBLEMS = 16_000
@@ -74,7 +74,7 @@ def build(seed: int = 0, limit: int | None = None) -> list[Document]:
     documents += from_topics(seed, limit)
     for number in range(PROBLEMS if limit is None else limit):
         rng = random.Random(f"{seed} problem {number}")
-        documents.append(Document("arithmetic", f"problem {number}", *tiny_arithmetic.problem(rng)))
+        documents.append(Document("arithmetic", f"problem {number}", *arithmetic.problem(rng)))
     return list({(d.question, d.answer): d for d in reversed(documents)}.values())[::-1]
 
 
