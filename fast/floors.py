@@ -1,12 +1,15 @@
 """Information floors in PyTorch.  Twin: `reference/floors.py`, where they are defined."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
 from fast.distance import barycentre, barycentre_risk
-from reference.floors import Floor, cells_of, count_paths, halve_paths, summarise
+from fast.laws import truncate
+from reference.floors import Floor, band, cells_of, count_paths, halve_paths, summarise
 
-__all__ = ["Floor", "floor"]
+__all__ = ["Floor", "floor", "truncated_floor"]
 
 
 def floor(slot, order=0):
@@ -36,3 +39,12 @@ def floor(slot, order=0):
     if splittable:
         held_out, split = float(held_out / splittable), float(split / splittable)
     return summarise(slot, order, float(fit / weights.sum()), held_out, split, splittable / weights.sum())
+
+
+def truncated_floor(slot, k, order=0):
+    """Information floor read on each row's k largest probabilities: see `reference.floors.truncated_floor`.
+
+    Args: slot, a `Slot` with a tensor of rows; k; order m.  Returns: `Floor`.
+    """
+    rows, residual = truncate(slot.rows, k)
+    return band(slot, floor(replace(slot, rows=rows), order), residual.double().cpu().numpy(), order)

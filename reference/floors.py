@@ -14,14 +14,18 @@ can be split; it is cross-fitted here: every path of such a cell is scored once,
 uses one direction).  Cells met by a single path are left out of the second and may have any floor, which the
 coverage interval allows for.  None of this is sampling error: that is the prompt bootstrap's (`stats.py`).
 
+A truncated interface shows only the largest probabilities of a row.  Renormalised, the row has moved by the residual
+r it left out, TV(p, p~) = r, so every risk moves by at most r and |T - T~| <= mean r - up or down (`truncated_floor`).
+
 Twin: `fast/floors.py`.  Tests: `tests/test_floors.py` (closed forms, enumeration).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from reference.distance import barycentre, barycentre_risk
+from reference.laws import truncate
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,20 @@ def floor(slot, order=0):
     return summarise(slot, order, float(fit / weights.sum()), held_out, split, splittable / weights.sum())
 
 
+def truncated_floor(slot, k, order=0):
+    """Information floor read on each row's k largest probabilities, with the band for the full rows (App. C.6).
+
+        fit - E[r]  <=  fit on the full rows  <=  fit + E[r],        r, a row's mass outside its k largest
+
+    Args: slot, a `Slot` with full rows; k, entries kept, at least 1; order m.
+    Returns: `Floor` of the truncated rows whose lower and upper are that band, cut to [0, 1]; under exact weights
+        that cover a share c it is widened to [c lower, c upper + 1 - c].  `held_out` has no such band.  From order
+        k on every floor is 0, whatever was read.
+    """
+    rows, residual = truncate(slot.rows, k)
+    return band(slot, floor(replace(slot, rows=rows), order), residual, order)
+
+
 def cells_of(slot, order):
     """Which information cell each prefix is in: int [U], equal where the last `order` tokens agree."""
     if order < 0:
@@ -113,3 +131,11 @@ def summarise(slot, order, fit, held_out, split, covered):
     covered = slot.covered if exact or order >= slot.index else float(covered)
     lower = covered * (fit if exact or held_out is None else held_out)
     return Floor(fit, held_out, split, lower, lower + (1 - covered), covered, len(slot.rows))
+
+
+def band(slot, found, residual, order):
+    """A floor on truncated rows with the band that the residual masses [U] leave for the fit on the full rows."""
+    weights, c = count_paths(slot), slot.covered
+    moved = float(weights @ residual / weights.sum()) if order < slot.index else 0.0
+    lower, upper = max(0.0, found.fit - moved), min(1.0, found.fit + moved)
+    return replace(found, lower=c * lower, upper=c * upper + (1 - c), covered=c)

@@ -14,6 +14,7 @@ Everything here is NumPy and used by both backends.  Tests: `tests/test_stats.py
 import warnings
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -44,6 +45,20 @@ class Interval:
     value: float
     low: float
     high: float
+
+
+@dataclass(frozen=True)
+class Concentration:
+    """How unevenly a total is spread over anchors; shares in [0, 1].
+
+    below      share of the anchors whose value is below the threshold
+    carried    share of the total that these carry
+    top        share of the total carried by the anchors from the upper quantile up
+    """
+
+    below: float
+    carried: float
+    top: float
 
 
 def eligible(answer, gamma, special_ids, stopped=True):
@@ -126,6 +141,9 @@ def prompt_bootstrap(numerator, denominator, prompts, *, strata=None, combine=No
     `hajek_sums`, a ratio of Hajek means with two numerators.  With `strata` it is the mean of the strata's ratios
     (equal-domain means), prompts being resampled within their stratum; `combine` replaces that mean.
 
+    The change of paired values, such as floors of the same anchors from M and from 4M paths, is the Hajek mean of
+    their difference: `hajek_sums(after - before, inclusion)`.
+
     Whole prompts are drawn with replacement, as many as there are (in each stratum).  How often each is drawn is a
     multinomial count, so all replicates are one product of a matrix of counts [replicates, prompts] with the
     per-prompt sums.
@@ -136,27 +154,32 @@ def prompt_bootstrap(numerator, denominator, prompts, *, strata=None, combine=No
         a single prompt: one prompt says nothing about the spread between prompts.
     """
     numerator, denominator = (np.asarray(a, dtype=np.float64) for a in (numerator, denominator))
-    shape, rng = numerator.shape[1:], np.random.default_rng(seed)
-    strata = np.zeros(len(numerator)) if strata is None else np.asarray(strata)
-    ratios, fewest = [], len(numerator)
-    for name in np.unique(strata):
-        here = strata == name
+    shape, strata = numerator.shape[1:], np.zeros(len(numerator)) if strata is None else np.asarray(strata)
+    sums = []
+    for here in (strata == name for name in np.unique(strata)):
         _, prompt = np.unique(np.asarray(prompts)[here], return_inverse=True)
-        count = prompt.max() + 1
-        sums = np.zeros((2, count, int(np.prod(shape))))
-        np.add.at(sums[0], prompt, numerator[here].reshape(here.sum(), -1))
-        np.add.at(sums[1], prompt, denominator[here].reshape(here.sum(), -1))
-        times = rng.multinomial(count, np.full(count, 1 / count), size=replicates)
-        times = np.concatenate([np.ones((1, count)), times])  # every prompt once: the estimate itself
-        ratios.append(_ratio(times @ sums[0], times @ sums[1]).reshape(-1, *shape))
-        fewest = min(fewest, count)
-    ratios = np.stack(ratios, axis=1)
+        sums.append(np.zeros((2, prompt.max() + 1, int(np.prod(shape)))))
+        np.add.at(sums[-1][0], prompt, numerator[here].reshape(here.sum(), -1))
+        np.add.at(sums[-1][1], prompt, denominator[here].reshape(here.sum(), -1))
+    counts = tuple(part.shape[1] for part in sums)
+    draws = zip(_resample(counts, replicates, seed), sums, strict=True)
+    ratios = np.stack(
+        [_ratio(times @ top, times @ bottom).reshape(-1, *shape) for times, (top, bottom) in draws], axis=1
+    )
     statistic = ratios.mean(axis=1) if combine is None else combine(ratios)
     low = high = np.full(statistic.shape[1:], np.nan)
-    if fewest > 1:
+    if min(counts) > 1:
         with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # a column without any value
             low, high = np.nanpercentile(statistic[1:], [2.5, 97.5], axis=0)
     return Interval(statistic[0][()], low[()], high[()])
+
+
+@lru_cache(maxsize=2)  # the statistics of a report resample the same prompts
+def _resample(counts, replicates, seed):
+    """How often each prompt of each stratum is drawn: a list of [replicates + 1, prompts], every prompt once first."""
+    rng = np.random.default_rng(seed)
+    drawn = [rng.multinomial(n, np.full(n, 1 / n), size=replicates) for n in counts]
+    return [np.concatenate([np.ones((1, n)), times]) for n, times in zip(counts, drawn, strict=True)]
 
 
 def _ratio(numerator, denominator):
@@ -170,3 +193,44 @@ def weighted_quantile(values, weights, q):
     order = np.argsort(values, kind="stable")
     share = np.cumsum(weights[order]) / weights.sum()
     return float(values[order][min(np.searchsorted(share, q - 1e-12), len(order) - 1)])
+
+
+def concentration(values, weights, threshold=0.01, quantile=0.9):
+    """Who carries a weighted total: the many small values, and the few large ones (paper Sec. 3.1).
+
+    Args: values [N], not negative, such as an anchor's floor at one slot; NaN marks an absent value; weights [N],
+        1 / inclusion; threshold, below which a value is small; quantile, the weighted quantile from which on (ties
+        included) a value is large.
+    Returns: `Concentration`; shares of a total that is zero are NaN.
+    """
+    values, weights = _present(weights, values)
+    if (values < 0).any():
+        raise ValueError(f"shares of a total need values that are not negative, got {values.min()}")
+    carries, small = weights * values, values < threshold
+    large = values >= weighted_quantile(values, weights, quantile)
+    carried, top = _ratio(np.array([carries[small].sum(), carries[large].sum()]), carries.sum())
+    return Concentration(float(weights[small].sum() / weights.sum()), float(carried), float(top))
+
+
+def weighted_correlation(x, y, weights):
+    """Pearson correlation of x and y [N] under weights [N], in [-1, 1] (paper App. D.1).
+
+    NaN marks an absent value and leaves its pair out; the correlation is NaN where x or y does not vary.
+    """
+    x, y, weights = _present(weights, x, y)
+    x, y = x - x[0], y - y[0]  # exact zeros where nothing varies
+    x, y = (a - weights @ a / weights.sum() for a in (x, y))
+    xx, xy, yy = ((weights * a) @ b for a, b in ((x, x), (x, y), (y, y)))
+    return float(np.clip(_ratio(xy, np.sqrt(xx * yy)), -1, 1))
+
+
+def _present(weights, *columns):
+    """Columns [N] and their weights in float64, less the places with a NaN or without weight: (column, .., weights)."""
+    columns = np.stack([np.asarray(a, dtype=np.float64) for a in columns])
+    weights = np.asarray(weights, dtype=np.float64)
+    if weights.shape != columns.shape[1:] or not ((weights >= 0) & (weights < np.inf)).all():
+        raise ValueError(f"{columns.shape[1]} values need as many weights, finite and not negative")
+    present = ~np.isnan(columns).any(axis=0) & (weights > 0)
+    if not present.any():
+        raise ValueError("no value is present with a positive weight")
+    return *columns[:, present], weights[present]

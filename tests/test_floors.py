@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given
 
 from models import toy
+from reference.enumeration import enumerate_paths
 from reference.floors import floor
+from reference.laws import truncate
 from reference.paths import Slot, walk
-from tests.agreement import assert_agree
+from tests.agreement import TOLERANCES, assert_agree
 from tests.strategies import chains, laws, logits, seeds
 from tests.test_paths import backends
 
@@ -135,6 +137,64 @@ def test_exact_weights_have_no_halves():
         assert_agree(found.fit, 0.3 / 0.9 * 0.4, "float64")
         assert_agree(found.lower, 0.3 * 0.4, "float64")
         assert_agree(found.upper, 0.3 * 0.4 + 0.1, "float64")
+
+
+def every_truncated(slot, k, order):
+    """The truncated floor from both backends, as far as they are installed."""
+    return [b.floors.truncated_floor(tensors(slot) if b.__name__ == "fast" else slot, k, order) for b in backends()]
+
+
+def test_truncation_can_raise_a_floor():
+    """Catalogue 46: .15 on full rows, .3125 on two entries of three, .2 left out; and down to 0 on one entry alike."""
+    for rows, k, fit, truncated in (
+        ([[0.5, 0.3, 0.2], [0.2, 0.3, 0.5]], 2, 0.15, 0.3125),
+        ([[0.6, 0.4, 0.0], [0.6, 0.0, 0.4]], 1, 0.2, 0.0),
+    ):
+        slot = slot_of([0.0, 0.0], [0, 0])
+        slot = Slot(**{**vars(slot), "rows": np.array(rows)})
+        residual = truncate(slot.rows, k)[1].mean()
+        for found, whole in zip(every_truncated(slot, k, 0), every(slot, 0), strict=True):
+            assert_agree(whole.fit, fit, "float64")
+            assert_agree(found.fit, truncated, "float64")
+            band = [max(0.0, truncated - residual), min(1.0, truncated + residual)]
+            assert_agree(np.array([found.lower, found.upper]), np.array(band), "float64")
+            assert found.lower <= whole.fit <= found.upper
+            assert found.covered == 1.0
+
+
+@given(chains(), laws(), seeds)
+def test_the_full_read_is_inside_the_band(chain, law, seed):
+    """Walked slots, and enumerated ones whose brackets it widens; all entries read, it is the floor itself."""
+    target, slack = toy.markov_chain(*chain), TOLERANCES["float64"]
+    uniforms = np.random.default_rng(seed).random((15, 3))
+    walked = list(walk(target, [0, 1], 3, uniforms, law))
+    kept = list(enumerate_paths(target, [0, 1], 3, law=law, budget=4, cutoff=0.1))
+    for slot in walked + kept:
+        for order in range(slot.index + 1):
+            whole = floor(slot, order)
+            for k in range(1, target.vocab_size + 1):
+                for found in every_truncated(slot, k, order):
+                    assert 0 <= found.lower <= found.upper <= 1 + slack
+                    assert found.lower - slack <= slot.covered * whole.fit
+                    assert slot.covered * whole.fit + 1 - slot.covered <= found.upper + slack
+                    if k == target.vocab_size or order == slot.index:
+                        assert_agree(found.fit, whole.fit, "float64")
+                        assert_agree(found.upper - found.lower, 1 - slot.covered, "float64")
+
+
+@given(logits(), seeds)
+def test_backends_agree_on_truncated_reads(table, seed):
+    pytest.importorskip("torch")
+    from reference.laws import warp
+
+    rows = warp(table)
+    n, rng = len(rows), np.random.default_rng(seed)
+    past = np.stack([np.arange(n), rng.integers(0, 2, n)], axis=1)
+    slot = Slot(2, np.arange(n), past[:, 1], np.full(n, 1 / n), rows, past, 1.0, 1.0, np.arange(n), np.arange(n))
+    for order in (0, 1):
+        mine, theirs = every_truncated(slot, 2, order)
+        for name in ("fit", "lower", "upper", "covered"):
+            assert_agree(getattr(mine, name), getattr(theirs, name), "float64")
 
 
 def test_a_negative_order_is_refused():

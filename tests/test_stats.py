@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from reference.stats import (
     Anchor,
+    concentration,
     eligible,
     hajek,
     hajek_sums,
@@ -16,6 +17,7 @@ from reference.stats import (
     sample_anchors,
     stratum,
     subsample,
+    weighted_correlation,
     weighted_quantile,
 )
 from tests.agreement import assert_agree
@@ -42,6 +44,85 @@ def test_weighted_median():
     assert weighted_quantile([3, 1, 2], [2, 1, 1], 0.5) == 2
     assert weighted_quantile([5], [1], 1.0) == 5
     assert weighted_quantile([1, 2], [1, 1], 0.0) == 1
+
+
+def test_concentration():
+    """By hand: three small values of weight 5 in 9 carry .012 of 1.812; the weighted .9 quantile is .8."""
+    values, weights = [0.0, 0.6, 0.004, 0.2, 0.8, 0.002], [1.0, 1.0, 2.0, 2.0, 1.0, 2.0]
+    found = concentration(values, weights)
+    total = 0.6 + 0.008 + 0.4 + 0.8 + 0.004
+    assert_agree(found.below, 5 / 9, "float64")
+    assert_agree(found.carried, 0.012 / total, "float64")
+    assert_agree(found.top, 0.8 / total, "float64")
+    half = concentration(values, weights, threshold=0.6, quantile=0.5)
+    assert_agree(
+        np.array([half.below, half.carried, half.top]), np.array([7 / 9, 0.412 / total, 1.808 / total]), "float64"
+    )
+    absent = concentration([*values, np.nan, 9.0], [*weights, 5.0, 0.0])
+    assert absent == found
+    assert concentration([0.3] * 4, [1.0] * 4).top == 1.0  # ties at the quantile are all in
+    nothing = concentration([0.0, 0.0], [1.0, 1.0])
+    assert nothing.below == 1.0
+    assert np.isnan([nothing.carried, nothing.top]).all()
+    for bad in (
+        [[0.1, -0.1], [1, 1]],
+        [[0.1], [1, 1]],
+        [[0.1], [-1]],
+        [[np.nan], [1]],
+        [[0.1], [0]],
+        [[0.1], [np.nan]],
+    ):
+        with pytest.raises(ValueError, match=r"negative|as many weights|no value"):
+            concentration(*bad)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.integers(1, 4)), min_size=1, max_size=9))
+def test_concentration_of_repeated_anchors(pairs):
+    """An anchor of weight n is n anchors of weight one, and the order of anchors is nothing."""
+    values, weights = map(np.array, zip(*pairs, strict=True))
+    found, again = (
+        concentration(values, weights),
+        concentration(np.repeat(values, weights)[::-1], np.ones(weights.sum())),
+    )
+    for name in ("below", "carried", "top"):
+        mine, theirs = getattr(found, name), getattr(again, name)
+        assert np.isnan(mine) == np.isnan(theirs)
+        if not np.isnan(mine):
+            assert_agree(mine, theirs, "float64")
+            assert 0 <= mine <= 1 + 1e-12
+
+
+def test_weighted_correlation():
+    """By hand: x 0, 0, 1 and y 0, 1, 1 with weights 1, 1, 2 have covariance 1/8 and variances 1/4 and 3/16."""
+    found = weighted_correlation([0, 0, 1], [0, 1, 1], [1, 1, 2])
+    assert_agree(found, (1 / 8) / np.sqrt(1 / 4 * 3 / 16), "float64")
+    assert_agree(weighted_correlation([0, 0, 1, 1], [0, 1, 1, 1], np.ones(4)), found, "float64")
+    assert_agree(weighted_correlation([0, 9, 0, 1, 7], [0, np.nan, 1, 1, 1], [1, 1, 1, 2, 0]), found, "float64")
+    x = np.array([0.3, 0.1, 0.7])
+    assert_agree(weighted_correlation(x, 5 - 2 * x, [0.2, 0.3, 0.4]), -1.0, "float64")
+    assert np.isnan(weighted_correlation([0.3] * 3, x, [0.1, 0.2, 0.3]))
+    with pytest.raises(ValueError, match="as many weights"):
+        weighted_correlation(x, x, [1, 1])
+
+
+@given(st.integers(2, 8), st.integers(0, 2**32 - 1))
+def test_correlation_does_not_see_scales(n, seed):
+    """Shifts and positive scales change nothing; equal weights are NumPy's correlation."""
+    rng = np.random.default_rng(seed)
+    x, y, w = rng.random(n), rng.random(n), rng.uniform(0.1, 1, n)
+    assert_agree(weighted_correlation(3 * x - 1, 0.5 * y + 2, 7 * w), weighted_correlation(x, y, w), "golden")
+    assert_agree(weighted_correlation(x, y, np.ones(n)), np.corrcoef(x, y)[0, 1], "golden")
+
+
+def test_the_change_from_few_to_many_paths():
+    """Paired over anchors: a change alike everywhere has no width, however much the anchors differ."""
+    few, pi = np.array([0.1, 0.9, 0.4, np.nan]), np.array([0.5, 0.1, 0.2, 0.3])
+    found = prompt_bootstrap(*hajek_sums(few + 0.002 - few, pi), ["a", "b", "b", "c"], replicates=200)
+    assert_agree(np.array([found.value, found.low, found.high]), np.full(3, 0.002), "float64")
+    many = few + np.array([0.01, 0.0, -0.02, 0.0])
+    found = prompt_bootstrap(*hajek_sums(many - few, pi), ["a", "b", "b", "c"], replicates=200)
+    assert_agree(found.value, (2 * 0.01 - 5 * 0.02) / 17, "float64")
+    assert_agree(np.array([found.low, found.high]), np.array([-5 * 0.02 / 15, 0.01]), "float64")
 
 
 def test_six_rich_cells_share_256_places():
