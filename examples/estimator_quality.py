@@ -170,7 +170,7 @@ def stratified(backend, target, repeat):
         walked = list(backend.walk(target, [0], GAMMA, rng.random((M, GAMMA))))
         rows = sum(len(slot.rows) for slot in walked[1:])
         shifts = rng.random((1, GAMMA))
-        slots = list(backend.enumeration.stratify_paths(target, [0], GAMMA, shifts, budget=rows, cutoff=0.0))
+        slots = list(backend.stratify_paths(target, [0], GAMMA, shifts, budget=rows, cutoff=0.0))
         return [[backend.floor(slot).fit for slot in both[1:]] for both in (slots, walked)]
 
     return repeat(once)

@@ -7,8 +7,8 @@ package as its backend and follows the same paths in both.
 from fast.clusters import KMedian, k_median
 from fast.decoder import Decoder
 from fast.distance import barycentre, barycentre_risk, overlap, total_variation
-from fast.enumeration import enumerate_paths
-from fast.floors import Floor, floor
+from fast.enumeration import StratifiedSlot, enumerate_paths, stratify_paths
+from fast.floors import Floor, floor, truncated_floor
 from fast.information import (
     LogMean,
     RealisedLoss,
@@ -59,6 +59,7 @@ __all__ = [
     "Serving",
     "ServingRisk",
     "Slot",
+    "StratifiedSlot",
     "Sweep",
     "Verdict",
     "WeightedSlot",
@@ -102,10 +103,12 @@ __all__ = [
     "soft_floor",
     "soften",
     "static_decay",
+    "stratify_paths",
     "survival",
     "sweep",
     "total_variation",
     "truncate",
+    "truncated_floor",
     "tv_static",
     "until_stop",
     "verify_block",

@@ -25,8 +25,8 @@ A reading order, with the parts of "Beyond Parallel Blindness" that each file an
 from reference.clusters import KMedian, k_median
 from reference.decoder import Decoder
 from reference.distance import barycentre, barycentre_risk, overlap, total_variation
-from reference.enumeration import enumerate_paths
-from reference.floors import Floor, floor
+from reference.enumeration import StratifiedSlot, enumerate_paths, stratify_paths
+from reference.floors import Floor, floor, truncated_floor
 from reference.information import (
     LogMean,
     RealisedLoss,
@@ -77,6 +77,7 @@ __all__ = [
     "Serving",
     "ServingRisk",
     "Slot",
+    "StratifiedSlot",
     "Sweep",
     "Verdict",
     "WeightedSlot",
@@ -120,10 +121,12 @@ __all__ = [
     "soft_floor",
     "soften",
     "static_decay",
+    "stratify_paths",
     "survival",
     "sweep",
     "total_variation",
     "truncate",
+    "truncated_floor",
     "tv_static",
     "until_stop",
     "verify_block",

@@ -141,7 +141,7 @@ def test_exact_weights_have_no_halves():
 
 def every_truncated(slot, k, order):
     """The truncated floor from both backends, as far as they are installed."""
-    return [b.floors.truncated_floor(tensors(slot) if b.__name__ == "fast" else slot, k, order) for b in backends()]
+    return [b.truncated_floor(tensors(slot) if b.__name__ == "fast" else slot, k, order) for b in backends()]
 
 
 def test_truncation_can_raise_a_floor():
