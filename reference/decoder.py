@@ -45,9 +45,12 @@ class Decoder:
         tensors = {name: to_float(raw, kind, np.dtype(dtype)) for name, kind, raw in stored}
         return cls(config, tensors, config.eos_ids if stop_ids is None else stop_ids)
 
-    def open(self, prefix):
-        """Prefill a prefix and return the `Session` in which its continuations grow."""
-        return Session(self, check_tokens(prefix, self.vocab_size))
+    def open(self, prefix, taps=()):
+        """Prefill a prefix and return the `Session` in which its continuations grow.
+
+        `taps`: layers whose outputs the session keeps as `features` [S, n * H], see `check_taps`.
+        """
+        return Session(self, check_tokens(prefix, self.vocab_size), check_taps(taps, self.config.num_layers))
 
     def logits(self, tokens):
         """Next-token logits after every position of a sequence, without a cache: [S, V]."""
@@ -61,14 +64,18 @@ class Decoder:
         nothing = np.empty((0, self.config.num_kv_heads, self.config.head_dim), dtype=self.embedding.dtype)
         return [(nothing, nothing)] * self.config.num_layers
 
-    def forward(self, tokens, positions, cache, visible):
+    def forward(self, tokens, positions, cache, visible, outputs=None):
         """Run new tokens through every layer.
 
         Args: tokens int [n]; positions int [n]; cache, per layer the keys and values of s earlier tokens;
-            visible bool [n, s + n], which earlier and new tokens each new one attends to.
+            visible bool [n, s + n], which earlier and new tokens each new one attends to; outputs, a dict
+            that receives what leaves each layer that is a key of it, [n, H], -1 being the embeddings.
         Returns: (hidden states after the final norm [n, H], the cache with the new tokens appended).
         """
         x, grown = self.embedding[tokens], []
+        outputs = {} if outputs is None else outputs
+        if -1 in outputs:
+            outputs[-1] = x
         angles = np.outer(positions, self.frequencies)
         cos, sin = (self.rope_scale * f(angles)[:, None].astype(x.dtype) for f in (np.cos, np.sin))
         for layer in range(self.config.num_layers):
@@ -80,6 +87,8 @@ class Decoder:
             x = x + self._linear(mixed, layer, "self_attn.o_proj")
             x = x + self._mlp(self._norm(x, layer, "post_attention_layernorm"), layer)
             grown.append((keys, values))
+            if layer in outputs:
+                outputs[layer] = x
         return rms_norm(x, self.tensors["model.norm.weight"], self.config.rms_norm_eps), grown
 
     def _heads(self, x, layer, part):
@@ -104,12 +113,17 @@ class Decoder:
 
 
 class Session:
-    """One prefix and the tree of continuations grown from it; node ids count up, -1 is the prefix."""
+    """One prefix and the tree of continuations grown from it; node ids count up, -1 is the prefix.
 
-    def __init__(self, decoder, prefix):
+    `features` [S, n * H]: the taps' outputs at every position of the prefix, side by side.
+    """
+
+    def __init__(self, decoder, prefix, taps=()):
         self.decoder, self.prefix_length = decoder, len(prefix)
-        causal = np.tri(len(prefix), dtype=bool)
-        hidden, self.cache = decoder.forward(prefix, np.arange(len(prefix)), decoder.empty_cache(), causal)
+        causal, positions = np.tri(len(prefix), dtype=bool), np.arange(len(prefix))
+        outputs = dict.fromkeys(taps)
+        hidden, self.cache = decoder.forward(prefix, positions, decoder.empty_cache(), causal, outputs)
+        self.features = np.concatenate([hidden[:, :0], *(outputs[tap] for tap in taps)], axis=1)
         self.root_logits = hidden[-1] @ decoder.head.T
         self.ancestors = np.zeros((0, 0), dtype=bool)  # [nodes, nodes], a node counts as its own ancestor
 
@@ -126,6 +140,23 @@ class Session:
         positions = self.prefix_length - 1 + ancestors[old:].sum(axis=1)
         hidden, self.cache = self.decoder.forward(tokens, positions, self.cache, visible)
         return hidden @ self.decoder.head.T
+
+
+def check_taps(taps, num_layers):
+    """Ids of tapped layers as a tuple, or a ValueError that names one which cannot be tapped.
+
+    Layer l >= 0 stands for the residual stream it puts out, before any norm; -1 for the token embeddings.  The last
+    layer is refused: there published conventions differ on whether its output is taken before the final norm.
+    """
+    taps = tuple(map(int, taps))
+    for tap in taps:
+        if not -1 <= tap < num_layers - 1:
+            last = " (the last one, whose output is defined both before and after the final norm)"
+            raise ValueError(
+                f"layer {tap}{last if tap == num_layers - 1 else ''} cannot be tapped: taps of {num_layers} layers are "
+                f"-1, the embeddings, to {num_layers - 2}"
+            )
+    return taps
 
 
 def rms_norm(x, weight, eps):
