@@ -7,6 +7,7 @@ package as its backend and follows the same paths in both.
 from fast.clusters import KMedian, k_median
 from fast.decoder import Decoder
 from fast.distance import barycentre, barycentre_risk, overlap, total_variation
+from fast.drafters import Context, Drafter, Proposal, TrainingBlocks
 from fast.enumeration import StratifiedSlot, enumerate_paths, stratify_paths
 from fast.floors import Floor, floor, truncated_floor
 from fast.information import (
@@ -46,13 +47,16 @@ __all__ = [
     "Answer",
     "BestResponse",
     "BlockPaths",
+    "Context",
     "Decoder",
     "Dependence",
+    "Drafter",
     "Floor",
     "Gap",
     "KMedian",
     "LogMean",
     "Objective",
+    "Proposal",
     "RealisedLoss",
     "ReweightedFloor",
     "SamplingLaw",
@@ -61,6 +65,7 @@ __all__ = [
     "Slot",
     "StratifiedSlot",
     "Sweep",
+    "TrainingBlocks",
     "Verdict",
     "WeightedSlot",
     "accept_factors",

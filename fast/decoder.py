@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from fast.kv_cache import KVCache
 from models.checkpoint import Checkpoint
 from models.config import DecoderConfig
+from reference.decoder import check_taps
 from reference.paths import check_growth, check_tokens
 
 BUCKETS = (8, 16, 32, 64, 128, 256)  # row counts a tree step is padded to on CUDA
@@ -39,6 +40,14 @@ def linear_in_float32(x, weight, bias=None):
     return out if bias is None else out + bias.float()
 
 
+def read_out(x, table):
+    """Scores x W^T of a vocabulary table [V, H], in float32, or float64 for float64 operands: [..., V]."""
+    if x.dtype == torch.bfloat16 and not x.is_cuda:
+        return linear_in_float32(x, table)
+    scores = F.linear(x, table)
+    return scores if x.dtype == torch.float64 else scores.float()
+
+
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight, the mean in float32 or better."""
 
@@ -47,8 +56,13 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x):
-        wide = x if x.dtype == torch.float64 else x.float()
-        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        return self.weight * normalise(x, self.eps)
+
+
+def normalise(x, eps):
+    """x / sqrt(mean(x^2) + eps) over the last axis, in float32 or better, in the dtype of x."""
+    accurate = x if x.dtype == torch.float64 else x.float()
+    return (accurate * torch.rsqrt(accurate.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -124,7 +138,8 @@ class Decoder(nn.Module):
                 self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.load_state_dict(tensors, strict=True, assign=True)
         self.requires_grad_(False)
-        self.head = self.model.embed_tokens.weight if config.tied else self.lm_head.weight
+        self.embedding = self.model.embed_tokens.weight
+        self.head = self.embedding if config.tied else self.lm_head.weight
         frequencies, self.rope_scale = config.rope.frequencies(config.head_dim)
         self.frequencies = torch.from_numpy(np.concatenate([frequencies] * 2)).to(self.head.device)
         self.buckets = BUCKETS if self.head.is_cuda else ()
@@ -135,14 +150,7 @@ class Decoder(nn.Module):
 
         `stop_ids` None takes the end-of-sequence ids of config.json.
         """
-        if dtype not in ("float32", "bfloat16", "float64"):
-            raise ValueError(f"dtype must be float32, bfloat16 or float64, not {dtype}")
-        try:
-            kind = torch.device(device).type
-        except RuntimeError:
-            raise ValueError(f"device must be cpu, cuda or cuda:N, not {device}") from None
-        if kind == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"device {device} asked, but this PyTorch sees no CUDA device; use --device cpu")
+        check_placement(dtype, device)
         config = DecoderConfig.from_folder(folder)
         stored = Checkpoint(folder).read(config.tensor_shapes(), tied=config.tied)
         tensors = {name: to_tensor(raw, kind, getattr(torch, dtype), device) for name, kind, raw in stored}
@@ -156,9 +164,12 @@ class Decoder(nn.Module):
     def device(self):
         return self.head.device
 
-    def open(self, prefix):
-        """Prefill a prefix and return the `Session` in which its continuations grow."""
-        return Session(self, prefix)
+    def open(self, prefix, taps=()):
+        """Prefill a prefix and return the `Session` in which its continuations grow.
+
+        `taps`: layers whose outputs the session keeps as `features` [S, n * H], see `reference.decoder.check_taps`.
+        """
+        return Session(self, prefix, taps)
 
     def open_batch(self, prompts, new_tokens):
         """Prefill several prompts and return the `Batch` that continues each by up to `new_tokens` tokens."""
@@ -167,34 +178,36 @@ class Decoder(nn.Module):
     def logits(self, tokens):
         """Next-token logits after every position of a sequence, without a cache: float32 or float64 [S, V]."""
         tokens = torch.as_tensor(check_tokens(tokens, self.vocab_size), device=self.device)
-        return self.read_out(self.forward(tokens, torch.arange(len(tokens), device=self.device), attend_causal))
+        hidden, _ = self.forward(tokens, torch.arange(len(tokens), device=self.device), attend_causal)
+        return self.read_out(hidden)
 
     def cache(self, rows, capacity):
         """An empty `KVCache` for this model."""
         return KVCache(self.config, rows, capacity, dtype=self.dtype, device=self.device)
 
-    def forward(self, tokens, positions, attend):
-        """Run new tokens through every layer: hidden states after the final norm, [n, H].
+    def forward(self, tokens, positions, attend, taps=()):
+        """Run new tokens through every layer.
 
         Args: tokens int [n]; positions int [n]; attend(layer, q, k, v) -> [n, heads * d] stores the new keys
-            and values where they belong and attends.
+            and values where they belong and attends; taps, layers whose outputs are kept, -1 the embeddings.
+        Returns: (hidden states after the final norm [n, H], the taps' outputs side by side [n, taps * H]).
         """
         angles = positions[:, None].double() * self.frequencies
         cos, sin = ((self.rope_scale * f(angles))[:, None].to(self.dtype) for f in (torch.cos, torch.sin))
         x = self.model.embed_tokens(tokens)
+        outputs = {-1: x}  # of the tapped layers
         for i, layer in enumerate(self.model.layers):
             x = layer(x, cos, sin, lambda q, k, v, i=i: attend(i, q, k, v))
-        return self.model.norm(x)
+            if i in taps:
+                outputs[i] = x
+        return self.model.norm(x), torch.cat([x[:, :0], *(outputs[tap] for tap in taps)], dim=1)
 
     def read_out(self, hidden):
         """Logits [n, V] of final hidden states [n, H], float32 (float64 for a float64 model)."""
-        if self.dtype == torch.bfloat16 and not hidden.is_cuda:
-            return linear_in_float32(hidden, self.head)
-        logits = F.linear(hidden, self.head)
-        return logits if self.dtype == torch.float64 else logits.float()
+        return read_out(hidden, self.head)
 
-    def prefill(self, cache, row, tokens):
-        """Write a prefix into one row of an empty cache; returns the logits after its last token, [V]."""
+    def prefill(self, cache, row, tokens, taps=()):
+        """Write a prefix into one row of an empty cache: (logits after its last token [V], features [S, taps * H])."""
         tokens = torch.as_tensor(check_tokens(tokens, self.vocab_size), device=self.device)
         if len(tokens) > cache.capacity:
             raise ValueError(f"a prefix of {len(tokens)} tokens does not fit a cache of {cache.capacity}")
@@ -204,9 +217,10 @@ class Decoder(nn.Module):
             cache.values[layer, row, :, : len(v)] = v.transpose(0, 1)
             return attend_causal(layer, q, k, v)
 
-        hidden = self.forward(tokens, torch.arange(len(tokens), device=self.device), attend)
+        positions = torch.arange(len(tokens), device=self.device)
+        hidden, features = self.forward(tokens, positions, attend, check_taps(taps, self.config.num_layers))
         cache.lengths[row] = len(tokens)
-        return self.read_out(hidden[-1:])[0]
+        return self.read_out(hidden[-1:])[0], features
 
     def step(self, cache, tokens):
         """Append one token to every row of the cache: logits [rows, V]."""
@@ -225,7 +239,7 @@ class Decoder(nn.Module):
             scores = (q @ wide(keys[:, :, :longest]).mT).masked_fill(hidden_keys[:, None, None], -torch.inf)
             return ungrouped(softmax(scores) @ wide(values[:, :, :longest]), group, 1)[:, 0].to(v.dtype)
 
-        hidden = self.forward(torch.as_tensor(tokens, device=self.device), lengths, attend)
+        hidden, _ = self.forward(torch.as_tensor(tokens, device=self.device), lengths, attend)
         cache.lengths = lengths + 1
         return self.read_out(hidden)
 
@@ -249,15 +263,19 @@ class Decoder(nn.Module):
             node_keys, node_values = cache.node_keys[layer], cache.node_values[layer]
             return torch.cat([attend_tree(q, keys, values, node_keys[i], node_values[i], gap) for q, i, gap in parts])
 
-        return self.read_out(self.forward(tokens, positions, attend)[:count])
+        hidden, _ = self.forward(tokens, positions, attend)
+        return self.read_out(hidden[:count])
 
 
 class Session:
-    """One prefix and the tree of continuations grown from it; node ids count up, -1 is the prefix."""
+    """One prefix and the tree of continuations grown from it; node ids count up, -1 is the prefix.
 
-    def __init__(self, decoder, prefix):
+    `features` [S, n * H]: the taps' outputs at every position of the prefix, side by side.
+    """
+
+    def __init__(self, decoder, prefix, taps=()):
         self.decoder, self.cache = decoder, decoder.cache(1, len(prefix))
-        self.root_logits = decoder.prefill(self.cache, 0, prefix)
+        self.root_logits, self.features = decoder.prefill(self.cache, 0, prefix, taps)
 
     def grow(self, parents, tokens):
         """Add one node per (parent, token) pair: logits [n, V]."""
@@ -270,7 +288,8 @@ class Batch:
     def __init__(self, decoder, prompts, new_tokens):
         self.decoder = decoder
         self.cache = decoder.cache(len(prompts), max(map(len, prompts)) + new_tokens)
-        self.root_logits = torch.stack([decoder.prefill(self.cache, i, prompt) for i, prompt in enumerate(prompts)])
+        rows = [decoder.prefill(self.cache, i, prompt)[0] for i, prompt in enumerate(prompts)]
+        self.root_logits = torch.stack(rows)
 
     def step(self, tokens):
         """Append a token to each sequence: logits [rows, V]."""
@@ -279,6 +298,18 @@ class Batch:
     def keep(self, rows):
         """Drop every sequence but these."""
         self.cache.keep(torch.as_tensor(rows, device=self.decoder.device))
+
+
+def check_placement(dtype, device):
+    """Refuse a dtype that the models do not run in, or a device that is not there."""
+    if dtype not in ("float32", "bfloat16", "float64"):
+        raise ValueError(f"dtype must be float32, bfloat16 or float64, not {dtype}")
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise ValueError(f"device must be cpu, cuda or cuda:N, not {device}") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {device} asked, but this PyTorch sees no CUDA device; use --device cpu")
 
 
 def to_tensor(raw, kind, dtype, device):

@@ -25,6 +25,7 @@ A reading order, with the parts of "Beyond Parallel Blindness" that each file an
 from reference.clusters import KMedian, k_median
 from reference.decoder import Decoder
 from reference.distance import barycentre, barycentre_risk, overlap, total_variation
+from reference.drafters import Context, Drafter, Proposal, TrainingBlocks
 from reference.enumeration import StratifiedSlot, enumerate_paths, stratify_paths
 from reference.floors import Floor, floor, truncated_floor
 from reference.information import (
@@ -64,13 +65,16 @@ __all__ = [
     "Answer",
     "BestResponse",
     "BlockPaths",
+    "Context",
     "Decoder",
     "Dependence",
+    "Drafter",
     "Floor",
     "Gap",
     "KMedian",
     "LogMean",
     "Objective",
+    "Proposal",
     "RealisedLoss",
     "ReweightedFloor",
     "SamplingLaw",
@@ -79,6 +83,7 @@ __all__ = [
     "Slot",
     "StratifiedSlot",
     "Sweep",
+    "TrainingBlocks",
     "Verdict",
     "WeightedSlot",
     "accept_factors",
