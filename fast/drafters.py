@@ -299,15 +299,16 @@ class Proposal:
         return self._drafter.confidence(self.hidden[slot].expand(len(seen), -1), seen)
 
     def sample(self, uniforms):
-        """Draw n independent chains: tokens int64 [n, gamma], token k by inverse CDF with uniforms[:, k]; all NumPy.
+        """Draw n independent chains of h <= gamma tokens, int64 [n, h]: token k by inverse CDF with uniforms[:, k].
 
-        Chains whose slot sees the same tokens share one row, and some hundred rows are held at a time.
+        Uniforms and chains are NumPy.  Chains whose slot sees the same tokens share one row, and some hundred rows are
+        held at a time.
         """
         uniforms = np.asarray(uniforms, dtype=np.float64)
-        if uniforms.ndim != 2 or uniforms.shape[1] != self.gamma or not len(uniforms):
-            raise ValueError(f"uniforms must be [n, gamma] with gamma = {self.gamma} and n >= 1, got {uniforms.shape}")
+        if uniforms.ndim != 2 or not uniforms.size or uniforms.shape[1] > self.gamma:
+            raise ValueError(f"uniforms must be [n, h] with n >= 1 and h in 1..{self.gamma}, got {uniforms.shape}")
         chains = np.full((len(uniforms), 1), self._token)
-        for slot in range(self.gamma):
+        for slot in range(uniforms.shape[1]):
             seen = {0: chains[:, :1], 1: chains[:, -1:], None: chains}[self.order]
             histories, which = np.unique(seen, axis=0, return_inverse=True)
             which, tokens = which.ravel(), np.empty(len(chains), dtype=np.int64)

@@ -57,9 +57,9 @@ class ToyProposal:
             return self.drafter.backend.warp(np.log(np.array(rows, dtype=np.float64)), self.law)
 
     def sample(self, uniforms: np.ndarray) -> np.ndarray:
-        """Independent chains, int [n, gamma]: token k by inverse CDF with uniforms[:, k]."""
+        """Independent chains of h <= gamma tokens, int [n, h]: token k by inverse CDF with uniforms[:, k]."""
         chains = np.full((len(uniforms), 1), self.prefix[-1])
-        for k in range(self.gamma):
+        for k in range(uniforms.shape[1]):
             drawn = self.drafter.backend.draw(self.probs(k, chains), uniforms[:, k])
             chains = np.concatenate([chains, drawn[:, None]], axis=1)
         return chains[:, 1:]

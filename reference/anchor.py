@@ -42,8 +42,10 @@ def measure_anchor(backend, target, prefix, uniforms, design, *, realised=(), dr
         read; drafters, {name: drafter}; draft_uniforms [M, gamma], which draw their chains.
     Returns: {"alive", "distinct", "support": [gamma], "order0", "order1": fields of `Floor`, one entry for each of
         `design.also`, "drafters": {name: fields of `DraftMeter`}}.
+    Raises: ValueError for a drafter that proposes fewer than gamma tokens.
     """
     drafters, gamma = drafters or {}, design.gamma
+    check_drafters(drafters, gamma)
     session = target.open(prefix, taps_of(drafters)) if drafters else target.open(prefix)
     meters = {
         name: DraftMeter(backend, *propose(drafter, drafters, session, prefix, design.law), draft_uniforms, design)
@@ -123,7 +125,10 @@ def realised_losses(backend, session, nodes, realised, law):
 
 
 def first_paths(slot, paths):
-    """The slot as the first `paths` of its paths alone would have it, or None if fewer than two of them are alive."""
+    """The slot as the first `paths` of its paths alone would have it, or None if fewer than two of them are alive.
+
+    Only `parent` stays as it was, counted among the previous slot's prefixes on all paths.
+    """
     path_node = slot.path_node[:paths]
     nodes, place = np.unique(path_node[path_node >= 0], return_inverse=True)
     if len(place) < 2:
@@ -138,7 +143,7 @@ def first_paths(slot, paths):
 
 
 class DraftMeter:
-    """One drafter at one anchor, read slot by slot.
+    """One drafter at one anchor, read slot by slot; means over the living paths, be it a single one.
 
     risk, self_risk     R_k on the realised predecessors (R^oracle for a proposal that reads one), and on its own
                         (None for a proposal that reads none)
@@ -150,12 +155,11 @@ class DraftMeter:
     """
 
     def __init__(self, backend, proposal, tempered, uniforms, design):
-        if proposal.gamma < design.gamma:
-            raise ValueError(f"the drafter proposes {proposal.gamma} tokens, gamma is {design.gamma}; lower --gamma")
         self.backend, self.proposal, self.tempered = backend, proposal, tempered
         self.order, self.gamma, self.chains, self.columns = proposal.order, design.gamma, None, {}
         if self.order != 0:
-            self.chains = np.asarray(proposal.sample(uniforms))
+            beyond = proposal.gamma - design.gamma  # slots it proposes that are not measured
+            self.chains = np.asarray(proposal.sample(np.pad(uniforms, [(0, 0), (0, beyond)])))
         shape = design.paths, design.gamma
         self.token, self.predecessor = np.full(shape, -1), np.full(shape, -1)
         self.target_p, self.draft_p, self.risks = np.zeros(shape), np.zeros(shape), np.zeros(shape)
@@ -257,6 +261,13 @@ def propose(drafter, drafters, session, prefix, law):
     return proposal, drafter.propose(context, int(prefix[-1]), SamplingLaw(law.temperature)) if truncates else None
 
 
+def check_drafters(drafters, gamma):
+    """A ValueError if some drafter's block is shorter than the one to be measured."""
+    for name, drafter in drafters.items():
+        if drafter.gamma < gamma:
+            raise ValueError(f"drafter {name} proposes {drafter.gamma} tokens, gamma is {gamma}; lower --gamma")
+
+
 def taps_of(drafters):
     """Every decoder layer that some drafter reads, in rising order."""
     return tuple(sorted({tap for drafter in drafters.values() for tap in drafter.taps}))
@@ -279,7 +290,7 @@ def put(columns, entry, k, gamma, values):
 
 
 def finite(value):
-    """A float for the record file, None where it is infinite (a realised token without mass) or absent."""
+    """A float for the record file, None where it is infinite (a realised token without mass) or undefined."""
     return float(value) if np.isfinite(value) else None
 
 

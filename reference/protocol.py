@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, fields
 import numpy as np
 from tqdm import tqdm
 
-from reference.anchor import ALSO, ORDERS, measure_anchor
+from reference.anchor import ALSO, ORDERS, check_drafters, measure_anchor
 from reference.laws import SamplingLaw
 from reference.records import RecordError
 from reference.stats import Anchor, eligible, sample_anchors, stratum
@@ -53,7 +53,7 @@ class Design:
 
     def provenance(self):
         """The design as a JSON-able dict."""
-        return asdict(self)
+        return asdict(self) | {"also": list(self.also)}
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,14 @@ def measure(backend, target, prompts, design, records, *, special_ids=(), drafte
         drafters, {name: drafter}; source, rows of another record file whose answers and anchors are measured
         again - under another law, with more paths, another block length or other drafters - instead of `prompts`.
     """
+    check_drafters(drafters or {}, design.gamma)
     if source is None:
         check_prompts(prompts)
         answers = write_answers(backend, target, prompts, design, records, quiet)
         anchors = plan(prompts, answers, design, special_ids)
         wanted = describe(prompts, answers, anchors, design, special_ids)
     else:
-        answers, anchors, wanted = adopt(source, records)
+        answers, anchors, wanted = adopt(source, design, records)
     if not anchors:
         longest = max(len(answer["tokens"]) for answer in answers.values())
         raise ValueError(
@@ -97,31 +98,40 @@ def measure(backend, target, prompts, design, records, *, special_ids=(), drafte
     for anchor in bar:
         if (anchor.prompt, anchor.position) not in done:
             answer, t = answers[anchor.prompt], anchor.position
-            realised = tuple(answer["tokens"][t : t + design.gamma])
-            if len(realised) < design.gamma and {"information", "suffix"} & set(design.also):
-                raise ValueError(f"information and suffix read {design.gamma} realised tokens; {anchor} has fewer left")
             prefix = (*answer["prompt_tokens"], *answer["tokens"][:t])
             measured = measure_anchor(
                 backend, target, prefix, path_uniforms(design, anchor), design,
-                realised=realised, drafters=drafters, draft_uniforms=path_uniforms(design, anchor, "drafts"),
+                realised=tuple(answer["tokens"][t : t + design.gamma]),
+                drafters=drafters, draft_uniforms=path_uniforms(design, anchor, "drafts"),
             )  # fmt: skip
             records.append({"kind": "anchor", **asdict(anchor), "stratum": list(anchor.stratum), **measured})
         bar.set_postfix_str(_running(records.rows), refresh=False)
 
 
-def adopt(source, records):
-    """Answers, anchors and plan of another record file; its answers are copied into this one."""
+def adopt(source, design, records):
+    """Answers, anchors and plan of another record file; its answers are copied into this one once all of it fits."""
     answers = {row["prompt"]: row for row in source if row["kind"] == "answer"}
-    here = {row["prompt"] for row in records.rows if row["kind"] == "answer"}
-    for row in answers.values():
-        if row["prompt"] not in here:
-            records.append(row)
     names = [f.name for f in fields(Anchor)]
     anchors = [Anchor(**{n: row[n] for n in names} | {"stratum": tuple(row["stratum"])})
                for row in source if row["kind"] == "anchor"]  # fmt: skip
     plans = [row for row in source if row["kind"] == "plan"]
     if len(plans) != 1 or any(anchor.prompt not in answers for anchor in anchors):
         raise RecordError("the record file to take the anchors from was not written by one run")
+    if not anchors:
+        raise RecordError("the record file to take the anchors from holds none yet; finish its run first")
+    here = {row["prompt"]: row for row in records.rows if row["kind"] == "answer"}
+    if any(row != answers.get(prompt) for prompt, row in here.items()):
+        raise RecordError(f"{records.path} holds answers of another source; use another --out")
+    if {"information", "suffix"} & set(design.also):
+        left = min(len(answers[anchor.prompt]["tokens"]) - anchor.position for anchor in anchors)
+        if left < design.gamma:
+            raise ValueError(
+                f"information and suffix read {design.gamma} realised tokens, some anchor has {left} left; "
+                "lower --gamma or do without them"
+            )
+    for prompt, row in answers.items():
+        if prompt not in here:
+            records.append(row)
     return answers, anchors, plans[0]
 
 

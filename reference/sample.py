@@ -47,7 +47,8 @@ class Sample:
         self.drafters = sorted({name for row in anchors for name in row.get("drafters", {})})
 
     def __contains__(self, entry):
-        return all(entry in row for row in self.anchors)
+        """Whether some anchor has this entry; one whose paths all stopped early lacks those of later slots."""
+        return any(entry in row for row in self.anchors)
 
     def column(self, *path):
         """One recorded list over slots of every anchor, float64 [N, gamma], NaN where it is None or absent."""
@@ -60,14 +61,19 @@ class Sample:
 
     def mean(self, *values):
         """Hajek means of columns [N, ...], bootstrapped together: an `Interval` for each."""
-        return self.statistic([hajek_sums(v, self.inclusion) for v in values], lambda means: means)
+        return self.statistic([self.sums(v) for v in values], lambda means: means)
+
+    def sums(self, values):
+        """Hajek sums of a column over the anchors where it is present, to be passed to `statistic`."""
+        return hajek_sums(values, self.inclusion)
 
     def statistic(self, sums, combine):
         """Statistics of several ratios of sums, bootstrapped together.
 
         Args: sums, pairs of arrays [N, ...] (numerator, denominator); combine, maps the list of their ratios
             [replicates + 1, ...] to the list of statistics.
-        Returns: list of `Interval`.
+        Returns: list of `Interval` of flat arrays; NaN where a statistic is not finite, and a replicate in which it
+            is not has no part in the ends.
         """
         shapes = [np.shape(n)[1:] for n, _ in sums]
         numerator, denominator = (
@@ -81,7 +87,8 @@ class Sample:
             with np.errstate(invalid="ignore", divide="ignore"):
                 out = [np.asarray(value).reshape(len(ratios), -1) for value in combine(parts)]
             sizes[:] = [value.shape[1] for value in out]
-            return np.concatenate(out, axis=1)
+            out = np.concatenate(out, axis=1)
+            return np.where(np.isfinite(out), out, np.nan)
 
         whole = prompt_bootstrap(numerator, denominator, self.prompts, combine=combined, replicates=self.replicates)
         ends = np.cumsum(sizes)[:-1]
@@ -91,11 +98,6 @@ class Sample:
                 *(np.split(np.atleast_1d(p), ends) for p in (whole.value, whole.low, whole.high)), strict=True
             )
         ]
-
-    def sums(self, values, *others):
-        """Hajek sums of a column over the anchors where it and `others` are present."""
-        values = np.where(np.isnan(sum(others, np.zeros_like(values))), np.nan, values)
-        return hajek_sums(values, self.inclusion)
 
 
 def share(sample, part, whole, pool=False):
@@ -114,7 +116,7 @@ def quantile(values, inclusion, q):
 def by_slot(title, columns):
     """A `Table` with one row per slot from lists over slots."""
     rows = [[k, *(cell(column[k]) for column in columns.values())] for k in range(len(next(iter(columns.values()))))]
-    return Table(title, ["slot", *(name.rstrip() for name in columns)], rows)
+    return Table(title, ["slot", *columns], rows)
 
 
 def ends(interval):
@@ -129,10 +131,8 @@ def scalar(interval):
 
 def cell(value):
     """A number or an interval for JSON: None where it is undefined."""
-    value = np.asarray(value if value is not None else np.nan, dtype=np.float64)
-    if np.isnan(value).any():
-        return None
-    return value.tolist()
+    value = np.asarray(value, dtype=np.float64)  # None becomes NaN
+    return value.tolist() if np.isfinite(value).all() else None
 
 
 def _text(cell):

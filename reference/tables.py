@@ -4,15 +4,16 @@ Every number is a Hajek mean over anchors, or a ratio of two such sums, with the
 bootstrap; a difference or a share is formed inside each replicate.  A table is there if the run measured what it
 needs (`protocol.Design.also`, drafters), and is left out otherwise.
 
-    drafter      risk, floor, gap, exposure per slot                 Tables 5, 6
-    versus       paired differences between two drafters             Table 12
-    serving      free and serving risk, and why they differ          Table 7, App. F.1
-    dependence   joint survival over independent survival            Table 8, App. F.2
-    responses    single-slot best responses and sweeps               App. F.5, F.6
-    recovery     share of the missing information m tokens recover   Table 4
-    estimators   the order-1 floor five ways                         App. B.3, C.2
-    truncation, ladder, k_median, concentration                      App. C.3, C.6, D.2, Sec. 3.1
-    compare      two record files on the same anchors                App. C.4, C.6, C.7
+    drafter         risk, floor, gap, exposure per slot                    Tables 5, 6
+    versus          paired differences between two drafters                Table 12
+    serving         free and serving risk, and why they differ             Table 7, App. F.1
+    dependence      joint survival over independent survival               Table 8, App. F.2
+    responses       single-slot best responses, and sweeps                 App. F.5, F.6
+    recovery        share of the missing information m tokens recover      Table 4
+    estimators      the order-1 floor in several ways                      App. B.3, C.2
+    concentration   which anchors carry the floor                          Sec. 3.1, App. D.1
+    truncation, ladder, k_median                                           App. C.3, C.6, D.2
+    compare         two record files on the same anchors                   App. C.4, C.6, C.7
 
 Tests: `tests/test_tables.py`.
 """
@@ -21,9 +22,11 @@ from itertools import combinations
 
 import numpy as np
 
+from reference.anchor import CENTRES, INFORMATION_ORDERS, KEPT, ORDERS
 from reference.records import RecordError
-from reference.sample import Sample, Table, by_slot, ends, quantile, scalar, share
-from reference.serving import Serving, dependence, largest_risk_from_length, serving_risk
+from reference.sample import Sample, Table, by_slot, cell, ends, quantile, scalar, share
+from reference.serving import Serving, accepted_length_product, dependence, largest_risk_from_length, serving_risk
+from reference.stats import concentration, weighted_correlation
 
 
 def tables(anchors, plan, replicates=10_000):
@@ -33,40 +36,41 @@ def tables(anchors, plan, replicates=10_000):
         out[f"drafter {name}"] = drafter(sample, name)
         out[f"serving {name}"] = serving(sample, name)
         out[f"dependence {name}"] = dependences(sample, name)
-        if any("responses" in row["drafters"].get(name, {}) for row in anchors):
+        if not np.isnan(sample.column("drafters", name, "responses", "held_out")).all():
             out[f"responses {name}"], out[f"sweeps {name}"] = responses(sample, name), sweeps(sample, name)
     if sample.drafters:
         out["accepted length"] = lengths(sample)
     for a, b in combinations(sample.drafters, 2):
         out[f"versus {a} {b}"] = versus(sample, a, b)
     for name, needs, build in (
-        ("recovery", "information", recovery), ("information", "information", information),
-        ("estimators", "soft", estimators), ("truncation", "top256", truncation),
-        ("ladder", "quarter0", ladder), ("k_median", "k_median", k_medians),
+        ("concentration", ["support"], concentrations),
+        ("recovery", ["information"], recovery), ("information", ["information"], information),
+        ("estimators", ["soft", "suffix1"], estimators), ("truncation", [f"top{kept}" for kept in KEPT], truncation),
+        ("ladder", ["quarter0"], ladder), ("k_median", ["k_median"], k_medians),
     ):  # fmt: skip
-        if needs in sample:
+        if any(entry in sample for entry in needs):
             out[name] = build(sample)
     return out
 
 
 def drafter(sample, name):
-    """Risk = floor + gap at every slot, and exposure (Tables 5 and 6)."""
+    """Risk = floor + gap at every slot, and exposure, over the anchors that have both (Tables 5 and 6)."""
     order, risk, floor = order_of(sample, name), sample.column("drafters", name, "risk"), floor_of(sample, name)
-    both = [sample.sums(risk, floor), sample.sums(floor, risk)]
-    gap, share = sample.statistic(both, lambda means: [means[0] - means[1], 1 - means[1] / means[0]])
+    both = 0 * (risk + floor)  # NaN where one of them is absent
+    least, met, gap, part = sample.statistic(
+        [sample.sums(floor + both), sample.sums(risk + both)], lambda m: [*m, m[1] - m[0], 1 - m[0] / m[1]]
+    )
     columns = {
-        f"T{'k' if order is None else order}": sample.mean(floor)[0].value,
-        "R" if order == 0 else "R oracle": sample.mean(risk)[0].value,
-        "gap": gap.value, "gap 95%": ends(gap), "gap / R": share.value, "share 95%": ends(share),
+        f"T{'k' if order is None else order}": least.value, "R" if order == 0 else "R oracle": met.value,
+        "gap": gap.value, "gap 95%": ends(gap), "gap / R": part.value, "share 95%": ends(part),
     }  # fmt: skip
     if order != 0:
-        own = sample.column("drafters", name, "self_risk")
-        columns["R self"] = sample.mean(own)[0].value
-        exposure = sample.mean(own - risk)[0]
-        columns |= {"exposure": exposure.value, "exposure 95%": ends(exposure)}
+        own = sample.column("drafters", name, "self_risk") + both
+        own, exposure = sample.mean(own, own - risk)
+        columns |= {"R self": own.value, "exposure": exposure.value, "exposure 95%": ends(exposure)}
     if order == 1:
-        columns["covered"] = sample.mean(sample.column("order1", "covered"))[0].value
-    tempered = sample.column("drafters", name, "tempered")
+        columns["covered"] = sample.mean(sample.column("order1", "covered") + 0 * risk)[0].value
+    tempered = sample.column("drafters", name, "tempered") + both
     if not np.isnan(tempered).all():
         columns["R tempered only"] = sample.mean(tempered)[0].value
     return by_slot(f"{name}: rejection = floor + gap", columns)
@@ -74,17 +78,12 @@ def drafter(sample, name):
 
 def versus(sample, a, b):
     """What the second drafter changes on the same anchors and paths, second minus first (Table 12 form)."""
+    risk, own = ([sample.column("drafters", n, field) for n in (a, b)] for field in ("risk", "self_risk"))
+    gap = [r - floor_of(sample, n) for r, n in zip(risk, (a, b), strict=True)]
+    exposure = [o - r for o, r in zip(own, risk, strict=True)]
     columns = {}
-    for label, values in (
-        ("R", [sample.column("drafters", n, "risk") for n in (a, b)]),
-        ("gap", [sample.column("drafters", n, "risk") - floor_of(sample, n) for n in (a, b)]),
-        ("R self", [sample.column("drafters", n, "self_risk") for n in (a, b)]),
-        (
-            "exposure",
-            [sample.column("drafters", n, "self_risk") - sample.column("drafters", n, "risk") for n in (a, b)],
-        ),
-    ):
-        change = values[1] - values[0]
+    for label, (first, second) in {"R": risk, "gap": gap, "R self": own, "exposure": exposure}.items():
+        change = second - first
         if not np.isnan(change).all():
             found = sample.mean(change)[0]
             columns |= {label: found.value, f"{label} 95%": ends(found)}
@@ -109,9 +108,10 @@ def serving(sample, name):
 
 def dependences(sample, name):
     """Survival, and its ratio to survival under independent slots, within and between anchors (Table 8)."""
-    served, weight = served_of(sample, name), 1 / sample.inclusion
+    served = served_of(sample, name)
     survival = sample.mean(served.survival)[0]
-    whole = dependence(served, weight)
+    has = ~np.isnan(served.alive[:, 0])
+    whole = dependence(Serving(*(values[has] for values in vars(served).values())), 1 / sample.inclusion[has])
 
     def ratio(means):
         survival, risk, alive = means
@@ -135,35 +135,33 @@ def lengths(sample):
         served = served_of(sample, name)
         tau = sample.mean(1 + served.survival.sum(axis=1))[0]
         risk, alive = (m.value for m in sample.mean(served.risk, served.alive))
-        product = 1 + np.nansum(np.cumprod(1 - np.nan_to_num(risk)) * alive)
-        bound = largest_risk_from_length(float(tau.value[0]), sample.gamma)
-        rows.append([name, *scalar(tau), float(product), bound, float(np.nanmax(risk))])
+        product = accepted_length_product(np.nan_to_num(risk), alive)
+        bound = largest_risk_from_length(float(np.clip(tau.value[0], 1, sample.gamma + 1)), sample.gamma)
+        rows.append([name, *scalar(tau), product, bound, float(np.nanmax(risk))])
     columns = ["drafter", "tau", "tau 95%", "tau if independent", "bound on largest R", "largest R"]
     return Table("accepted tokens per round, bonus token counted", columns, rows)
 
 
 def responses(sample, name):
     """What one slot's best response would add, in tokens per round, held out and fitted (App. F.5)."""
-    held, train, paths = (
-        sample.column("drafters", name, "responses", f) for f in ("held_out", "train", "effective_paths")
-    )
+    fields = "held_out", "train", "effective_paths"
+    held, train, paths = (sample.column("drafters", name, "responses", f) for f in fields)
     gain, over, effective = sample.mean(held, train - held, paths)
     return by_slot(
         f"{name}: gain in tau from one slot's best response",
         {
-            "gain": gain.value,
-            "gain 95%": ends(gain),
-            "fitted minus held out": over.value,
+            "gain": gain.value, "gain 95%": ends(gain), "fitted minus held out": over.value,
             "effective paths": effective.value,
         },
-    )
+    )  # fmt: skip
 
 
 def sweeps(sample, name):
     """All slots refitted in turn, against the sum of the single responses (App. F.6)."""
 
     def last(direction, field):
-        return np.array([(r["drafters"][name][direction][field] or [np.nan])[-1] for r in sample.anchors])
+        found = (row.get("drafters", {}).get(name, {}).get(direction) for row in sample.anchors)
+        return np.array([f[field][-1] if f else np.nan for f in found])
 
     single = sample.column("drafters", name, "responses", "held_out").sum(axis=1)
     forward, backward = last("forward", "held_out"), last("backward", "held_out")
@@ -173,44 +171,34 @@ def sweeps(sample, name):
         lambda m: [m[0], m[1], m[2], m[1] / m[0], m[2] - m[1], m[3]],
     )
     names = (
-        "sum of single gains",
-        "forward sweeps",
-        "backward sweeps",
-        "forward / sum",
-        "backward - forward",
+        "sum of single gains", "forward sweeps", "backward sweeps", "forward / sum", "backward - forward",
         "fitted minus held out",
-    )
-    return Table(
-        f"{name}: gain in tau from refitting all slots",
-        ["", "value", "95%"],
-        [[n, *scalar(f)] for n, f in zip(names, found, strict=True)],
-    )
+    )  # fmt: skip
+    rows = [[n, *scalar(f)] for n, f in zip(names, found, strict=True)]
+    return Table(f"{name}: gain in tau from refitting all slots", ["", "value", "95%"], rows)
 
 
 def recovery(sample):
-    """rho_{k,m}, the share of the missing information that the last m realised tokens recover (Table 4)."""
-    whole, rows = sample.column("information", "whole"), []
-    blind, realised = sample.column("information", "blind"), sample.column("information", "realised")
-    for m in (1, 2, 4):
-        slots = np.arange(m + 1, sample.gamma)
-        if not len(slots):
-            continue
-        part = sample.column("information", f"order{m}")
-        published = blind - sample.column(f"suffix{m}", "loss"), blind - realised
-        cells = ~np.isnan(published[0] + published[1])
-        for label, here in [(f"{k}", [k]) for k in slots] + [("pooled", slots)]:
-            row = [m, label, *scalar(share(sample, part[:, here], whole[:, here], pool=True))]
-            if f"suffix{m}" in sample:
-                ess = np.concatenate(sample.column(f"suffix{m}", "ess")[:, here][cells[:, here]][None], axis=None)
-                row += [
-                    *scalar(share(sample, published[0][:, here], published[1][:, here], pool=True)),
-                    int(cells[:, here].sum()),
-                ]
-                row += [float(np.median(ess)) if len(ess) else None]
-            rows.append(row)
-    columns = ["order", "slot", "rho", "95%"]
-    if rows and len(rows[0]) > 4:
+    """rho_{k,m}, the share of the missing information that the last m realised tokens recover (Table 4).
+
+    In the divergence form, and from the one realised token of each anchor, over the cells in which the suffix has
+    mass, with the median of their effective numbers of paths.
+    """
+    whole, blind, realised = (sample.column("information", n) for n in ("whole", "blind", "realised"))
+    columns, rows = ["order", "slot", "rho", "95%"], []
+    if "suffix1" in sample:
         columns += ["one token: rho", "one token: 95%", "cells", "median ESS"]
+    for m in INFORMATION_ORDERS:
+        part, missing = sample.column("information", f"order{m}"), blind - realised
+        won, ess = blind - sample.column(f"suffix{m}", "loss"), sample.column(f"suffix{m}", "ess")
+        slots = range(m + 1, sample.gamma)
+        for label, here in [*((str(k), [k]) for k in slots), *([("pooled", list(slots))] if slots else [])]:
+            row = [m, label, *scalar(share(sample, part[:, here], whole[:, here], pool=True))]
+            if "suffix1" in sample:
+                cells = ess[:, here][~np.isnan(won + missing + ess)[:, here]]
+                row += scalar(share(sample, won[:, here], missing[:, here], pool=True))
+                row += [len(cells), float(np.median(cells)) if len(cells) else None]
+            rows.append(row)
     return Table("share of the missing information that the last m tokens recover", columns, rows)
 
 
@@ -220,16 +208,31 @@ def information(sample):
     whole, first, blind, realised, commit = (sample.column("information", n) for n in names)
     loss = sample.mean(blind - realised)[0]
     means = sample.mean(whole, first, realised, blind, commit)
-    support = sample.column("support")
     return by_slot(
         "missing information in nats",
         {
             "I(whole)": means[0].value, "I 95%": ends(means[0]), "I(last 1)": means[1].value, "CE_A": means[2].value,
             "CE_B": means[3].value, "CE_commit": means[4].value, "CE_B - CE_A": loss.value,
             "one token: 95%": ends(loss),
-            "median N_eff": [quantile(support[:, k], sample.inclusion, 0.5) for k in range(sample.gamma)],
         },
     )  # fmt: skip
+
+
+def concentrations(sample):
+    """Who carries the floor: the many anchors with next to none, and the tenth with the most (Sec. 3.1, App. D.1)."""
+    floor, support, rows = sample.column("order0", "fit"), sample.column("support"), []
+    for k, (t, effective) in enumerate(zip(floor.T, support.T, strict=True)):
+        if np.isnan(t).all():
+            rows.append([k, *[None] * 6])
+            continue
+        found = concentration(t, 1 / sample.inclusion)
+        median, most = (quantile(effective, sample.inclusion, q) for q in (0.5, 0.9))
+        correlation = weighted_correlation(np.log(effective), t, 1 / sample.inclusion)
+        rows.append([k, *map(cell, (found.below, found.carried, found.top, median, most, correlation))])
+    columns = [
+        "slot", "T0 < .01", "these carry", "top tenth carries", "median N_eff", "p90 N_eff", "corr(log N_eff, T0)",
+    ]  # fmt: skip
+    return Table("concentration of the order-0 floor, and the effective number of continuations", columns, rows)
 
 
 def estimators(sample):
@@ -238,28 +241,25 @@ def estimators(sample):
         "plug-in": ("order1", "fit"), "one direction": ("order1", "split"), "cross-fit": ("order1", "held_out"),
         "soft": ("soft", "fit"), "soft held out": ("soft", "held_out"), "soft lower": ("soft", "lower"),
         "soft upper": ("soft", "upper"), "reweighted": ("suffix1", "fit"),
-        "reweighted held out": ("suffix1", "held_out"),
-        "ESS": ("suffix1", "ess"),
+        "reweighted held out": ("suffix1", "held_out"), "ESS": ("suffix1", "ess"),
     }  # fmt: skip
     found = {label: sample.column(*path) for label, path in columns.items()}
     found = {label: values for label, values in found.items() if not np.isnan(values).all()}
-    return by_slot(
-        "order-1 floor by five estimators",
-        dict(zip(found, (m.value for m in sample.mean(*found.values())), strict=True)),
-    )
+    means = sample.mean(*found.values())
+    return by_slot("order-1 floor by several estimators", {n: m.value for n, m in zip(found, means, strict=True)})
 
 
 def truncation(sample):
     """Floors read on the largest probabilities only, against the full read (App. C.3)."""
     columns = {}
-    for order in (0, 1):
+    for order in ORDERS:
         full = sample.column(f"order{order}", "fit")
         columns[f"T{order} full"] = sample.mean(full)[0].value
-        for kept in (256, 20):
+        for kept in KEPT:
             fit, lower, upper = (sample.column(f"top{kept}", f"order{order}_{f}") for f in ("fit", "lower", "upper"))
             change, band = sample.mean(fit - full, (upper - lower) / 2)
-            columns |= {f"top {kept}: change": change.value, "95%" + " " * len(columns): ends(change)}
-            columns[f"band T{order} {kept}"] = band.value
+            label = f"T{order} top {kept}"
+            columns |= {f"{label}: change": change.value, f"{label} 95%": ends(change), f"{label}: band": band.value}
     return by_slot("floors from truncated reads, minus the full read; half the certified band", columns)
 
 
@@ -276,17 +276,14 @@ def ladder(sample):
 def k_medians(sample):
     """K proposals instead of one, an oracle choosing among them (App. D.2)."""
     one = sample.column("order0", "fit")
-    columns, spreads = {"K = 1": sample.mean(one)[0].value}, []
-    for k in (2, 4):
-        risk = sample.column("k_median", f"risk{k}")
-        removed = share(sample, one - risk, one)
+    columns = {"K = 1": sample.mean(one)[0].value}
+    for k in CENTRES:
+        several, spread = (sample.column("k_median", f"{field}{k}") for field in ("risk", "spread"))
+        removed, (risk, spread) = share(sample, one - several, one), sample.mean(several, spread)
         columns |= {
-            f"K = {k}": sample.mean(risk)[0].value,
-            f"removed by {k}": removed.value,
-            f"removed by {k} 95%": ends(removed),
-        }
-        spreads.append(sample.column("k_median", f"spread{k}"))
-        columns[f"spread {k}"] = sample.mean(spreads[-1])[0].value
+            f"K = {k}": risk.value, f"removed by {k}": removed.value, f"removed by {k} 95%": ends(removed),
+            f"spread {k}": spread.value,
+        }  # fmt: skip
     return by_slot("risk of K proposals, the best chosen by an oracle (an upper bound)", columns)
 
 
@@ -297,7 +294,7 @@ def compare(first, second, replicates=10_000):
     Returns: {name: Table}, over the anchors and slots that both have.
     Raises: RecordError if they share no anchor.
     """
-    rows = [{(r["prompt"], r["position"]): r for r in rows if r["kind"] == "anchor"} for _, rows in (first, second)]
+    rows = [by_prefix(rows) for _, rows in (first, second)]
     keys = [key for key in rows[0] if key in rows[1]]
     if not keys:
         raise RecordError("the two record files share no anchor; measure the second one with the first one's anchors")
@@ -305,24 +302,38 @@ def compare(first, second, replicates=10_000):
     a, b = (Sample([r[key] for key in keys], plan, replicates) for r in rows)
     gamma, out = min(a.gamma, b.gamma), {}
     paths = {"T0 fit": ("order0", "fit"), "T1 cross-fit": ("order1", "held_out")}
-    for name in a.drafters:
-        paths |= (
-            {f"R {name}": ("drafters", name, "risk"), f"R self {name}": ("drafters", name, "self_risk")}
-            if name in b.drafters
-            else {}
-        )
+    for name in (n for n in a.drafters if n in b.drafters):
+        paths |= {f"R {name}": ("drafters", name, "risk"), f"R self {name}": ("drafters", name, "self_risk")}
     for label, path in paths.items():
         before, after = (s.column(*path)[:, :gamma] for s in (a, b))
-        before, after = before + 0 * after, after + 0 * before  # where both are present
-        if not np.isnan(before).all():
-            change, relative = a.statistic([a.sums(before), a.sums(after)], lambda m: [m[1] - m[0], m[1] / m[0] - 1])
-            means = a.mean(before, after)
-            out[label] = by_slot(
-                f"{label} on {len(keys)} shared anchors, second minus first",
-                {"first": means[0].value, "second": means[1].value, "change": change.value, "95%": ends(change),
-                 "relative": relative.value},
-            )  # fmt: skip
+        both = 0 * (before + after)  # NaN where one of them is absent
+        if np.isnan(both).all():
+            continue
+        old, new, change, relative = a.statistic(
+            [a.sums(before + both), a.sums(after + both)], lambda m: [*m, m[1] - m[0], m[1] / m[0] - 1]
+        )
+        out[label] = by_slot(
+            f"{label} on {len(keys)} shared anchors, second minus first",
+            {
+                "first": old.value, "second": new.value, "change": change.value, "95%": ends(change),
+                "relative": relative.value,
+            },
+        )  # fmt: skip
     return out
+
+
+def by_prefix(rows):
+    """The anchors of a run by prompt and prefix: the same position of another answer is another anchor."""
+    answers, found = {row["prompt"]: row for row in rows if row["kind"] == "answer"}, {}
+    for row in rows:
+        if row["kind"] == "anchor":
+            if row["prompt"] not in answers:
+                raise RecordError(
+                    f"the answer to {row['prompt']} is missing; the record file was not written by one run"
+                )
+            answer = answers[row["prompt"]]
+            found[row["prompt"], *answer["prompt_tokens"], *answer["tokens"][: row["position"]]] = row
+    return found
 
 
 def order_of(sample, name):
@@ -332,13 +343,11 @@ def order_of(sample, name):
 
 def floor_of(sample, name):
     """The floor that bounds a drafter's risk: T0 as fitted, T1 cross-fitted, 0 for one that reads the whole block."""
-    order = order_of(sample, name)
-    return {0: sample.column("order0", "fit"), 1: sample.column("order1", "held_out")}.get(
-        order, 0 * sample.column("order0", "fit")
-    )
+    order, floor = order_of(sample, name), sample.column("order0", "fit")
+    return sample.column("order1", "held_out") if order == 1 else floor if order == 0 else 0 * floor
 
 
 def served_of(sample, name):
-    """The `Serving` arrays of every anchor, [N, gamma]."""
+    """The `Serving` of every anchor, [N, gamma]; NaN for one without this drafter."""
     risk, arrival, rejected = (sample.column("drafters", name, f) for f in ("risk", "arrival", "rejected"))
-    return Serving(sample.column("alive"), risk, arrival, rejected)
+    return Serving(sample.column("alive") + 0 * arrival, risk, arrival, rejected)

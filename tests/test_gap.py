@@ -1,12 +1,17 @@
-"""examples/gap_qwen3_4b.py on the toy: both backends, the same anchors again, and every bad command."""
+"""examples/gap_qwen3_4b.py on the toy, and networks of every dialect in the protocol: both backends agree."""
 
 import json
 
+import numpy as np
 import pytest
 
+import reference
 from examples import floor_qwen3_4b, gap_qwen3_4b
-from reference.records import read
-from tests.agreement import assert_agree
+from models.config import DecoderConfig
+from reference.protocol import Design, EncodedPrompt, measure
+from reference.records import RecordFile, read
+from tests.agreement import TOLERANCES, assert_agree
+from tests.dialects import CASES, on_bf16_grid, save, write_drafter
 
 FLAGS = ["--target", "toy", "--anchors", "2", "--paths", "16", "--gamma", "3", "--quiet"]
 
@@ -90,3 +95,72 @@ def test_bad_commands_are_told_what_to_do(tmp_path, capsys, options, complaint):
 def test_responses_need_a_drafter(tmp_path, capsys):
     with pytest.raises(SystemExit, match="give one"):
         run(tmp_path / "a", capsys, "--also", "response", example=floor_qwen3_4b)
+
+
+# --- networks: a random target and a random drafter in every dialect ----------------------------------------------
+
+TARGET = {
+    "model_type": "qwen3", "vocab_size": 67, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 6,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0,
+    "max_position_embeddings": 64, "tie_word_embeddings": False, "attention_bias": False, "eos_token_id": 5,
+}  # fmt: skip
+FITTING = [name for name in CASES if not name.startswith("gemma")]  # those are for a wider target
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A target folder without tokenizer, and a folder for each drafter, which shares its tables."""
+    where = tmp_path_factory.mktemp("models")
+    config, rng = DecoderConfig.from_dict(TARGET), np.random.default_rng(0)
+    tensors = {
+        name: on_bf16_grid(1 + 0.1 * rng.standard_normal(s) if "norm" in name else 0.4 * rng.standard_normal(s))
+        for name, s in config.tensor_shapes().items()
+    }
+    save(where / "target", TARGET, tensors)
+    tables = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
+    for name in FITTING:
+        write_drafter(where / name, CASES[name], tables=tables)
+    return where
+
+
+def measure_all(backend, models, records, also=()):
+    """Every drafter on the same two anchors, by the protocol itself: rows of the record file."""
+    target = backend.Decoder.load(models / "target", dtype="float64")
+    drafters = {name: backend.Drafter.load(models / name, target, dtype="float64") for name in FITTING}
+    gamma = min(drafter.gamma for drafter in drafters.values())
+    design = Design(anchors=1, paths=12, gamma=gamma, answer_tokens=12, also=tuple(also))
+    prompts = [EncodedPrompt(f"{d}:0", d, tuple(range(i, i + 8))) for i, d in enumerate(("sums", "talk"))]
+    with RecordFile(records, {"design": design.provenance()}) as file:
+        measure(backend, target, prompts, design, file, drafters=drafters, quiet=True)
+    return read(records)[1]
+
+
+def test_every_dialect_is_measured_alike_by_both_backends(models, tmp_path):
+    pytest.importorskip("torch")
+    import fast
+
+    mine, theirs = (measure_all(b, models, tmp_path / b.__name__, ("response",)) for b in (reference, fast))
+    for row, other in zip(mine, theirs, strict=True):
+        assert row.keys() == other.keys()
+        if row["kind"] == "anchor":
+            assert row["drafters"].keys() == other["drafters"].keys() == set(FITTING)
+            for a, b in zip(_leaves(row), _leaves(other), strict=True):
+                assert_agree(b, a, "golden")
+
+
+def _leaves(value):
+    if isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(part)
+    elif isinstance(value, int | float):
+        yield float(value)
+
+
+def test_no_network_beats_its_floor(models, tmp_path):
+    for row in measure_all(reference, models, tmp_path / "records"):
+        for name in FITTING if row["kind"] == "anchor" else ():
+            entry, order = row["drafters"][name], CASES[name].order
+            floor = {0: row["order0"]["fit"], 1: row["order1"]["fit"], None: [0.0] * len(entry["risk"])}[order]
+            for bound, risk in zip(floor, entry["risk"], strict=True):
+                assert risk is None or risk >= bound - TOLERANCES["float64"]
+            assert (entry["self_risk"][0] is None) == (order == 0)

@@ -3,6 +3,7 @@
 import json
 import math
 from collections import Counter, defaultdict
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from types import SimpleNamespace
@@ -12,7 +13,10 @@ import pytest
 
 import reference
 from models.toy import ToyTarget, exact_floor, markov_chain, random_table, two_token_chain
+from models.toy_drafters import ToyDrafter
 from reference import protocol, report
+from reference.anchor import measure_anchor
+from reference.laws import SamplingLaw
 from reference.protocol import Design, EncodedPrompt, measure
 from reference.records import RecordError, RecordFile, read
 from reference.stats import eligible, stratum
@@ -49,10 +53,10 @@ def small_batches(monkeypatch):
     monkeypatch.setattr(protocol, "ANSWERS_AT_ONCE", 2)
 
 
-def run(path, target, *, backend=reference, prompts=PROMPTS, design=DESIGN, special_ids=(SPECIAL,)):
+def run(path, target, *, backend=reference, prompts=PROMPTS, design=DESIGN, special_ids=(SPECIAL,), **options):
     """Run or resume a measurement; returns the rows of the file."""
     with RecordFile(path, {"design": design.provenance()}) as records:
-        measure(backend, target, prompts, design, records, special_ids=special_ids, quiet=True)
+        measure(backend, target, prompts, design, records, special_ids=special_ids, quiet=True, **options)
     return read(path)[1]
 
 
@@ -75,7 +79,7 @@ def counting(limit=math.inf):
         asked["answers"] += len(prompts)
         return reference.write_answers(target, prompts, *rest)
 
-    return SimpleNamespace(walk=walk, floor=reference.floor, write_answers=write_answers), asked
+    return SimpleNamespace(**{**vars(reference), "walk": walk, "write_answers": write_answers}), asked
 
 
 def assert_same_lists(actual, expected, kind):
@@ -410,7 +414,7 @@ def test_the_first_slots_of_a_longer_block_are_the_shorter_run(toy):
     for gamma in (2, 5):
         design = Design(paths=16, gamma=gamma, seed=1)
         uniforms = protocol.path_uniforms(design, an_anchor())
-        rows.append(protocol.measure_anchor(reference, toy, (1, 2), uniforms, design))
+        rows.append(measure_anchor(reference, toy, (1, 2), uniforms, design))
     for key in ("alive", "distinct"):
         assert_same_lists(rows[1][key][:2], rows[0][key], "exact")
     for order in ("order0", "order1"):
@@ -426,7 +430,7 @@ def test_stopped_paths_leave_and_slots_without_two_paths_are_none(share):
     seen = Counter()
     for position in range(6):
         uniforms = protocol.path_uniforms(design, an_anchor(position=position))
-        row = protocol.measure_anchor(reference, target, (0, 1), uniforms, design)
+        row = measure_anchor(reference, target, (0, 1), uniforms, design)
 
         paths = []  # path by path, by the definition
         for path in uniforms:
@@ -445,6 +449,169 @@ def test_stopped_paths_leave_and_slots_without_two_paths_are_none(share):
         seen.update(min(n, 2) for n in alive)
     if share == 0.6:
         assert seen[0] and seen[1] and seen[2]  # slots with no path, with one and with more
+
+
+# --- drafters, companions, and the same anchors again -----------------------------------------------------------
+
+
+def drafters_of(backend, gamma=DESIGN.gamma):
+    """A drafter of every order with random rows."""
+
+    def next_token(prefix, slot, seen):
+        return np.random.default_rng([slot, *seen]).dirichlet(np.ones(7))
+
+    return {name: ToyDrafter(backend, gamma, order, next_token) for name, order in (("a", 0), ("b", 1), ("c", None))}
+
+
+EVERYTHING = replace(DESIGN, anchors=2, also=("information", "soft", "suffix", "k_median", "ladder", "response"))
+
+
+def test_a_run_with_everything_killed_anywhere_gives_the_same_file(tmp_path, toy):
+    path, resumed = tmp_path / "whole.jsonl", tmp_path / "resumed.jsonl"
+    rows = run(path, toy, design=EVERYTHING, drafters=drafters_of(reference))
+    whole = path.read_bytes()
+    ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]
+    for cut in (ends[2], ends[-2] + 40):
+        resumed.write_bytes(whole[:cut])
+        run(resumed, toy, design=EVERYTHING, drafters=drafters_of(reference))
+        assert resumed.read_bytes() == whole
+    answers = {row["prompt"]: row for row in of_kind(rows, "answer")}
+    for row in of_kind(rows, "anchor"):
+        anchor, answer = an_anchor(row["prompt"], row["position"]), answers[row["prompt"]]
+        expected = measure_anchor(
+            reference, toy, (*answer["prompt_tokens"], *answer["tokens"][: anchor.position]),
+            protocol.path_uniforms(EVERYTHING, anchor), EVERYTHING,
+            realised=answer["tokens"][anchor.position : anchor.position + EVERYTHING.gamma],
+            drafters=drafters_of(reference), draft_uniforms=protocol.path_uniforms(EVERYTHING, anchor, "drafts"),
+        )  # fmt: skip
+        expected = json.loads(json.dumps(expected))
+        assert {name: row[name] for name in expected} == expected
+        assert set(row["drafters"]) == {"a", "b", "c"}
+        assert "responses" in row["drafters"]["a"]
+        assert {"information", "soft", "suffix1", "k_median", "quarter0"} <= row.keys()
+
+
+def test_floors_do_not_depend_on_what_else_is_measured(tmp_path, toy):
+    plain = run(tmp_path / "plain.jsonl", toy, design=replace(EVERYTHING, also=()))
+    more = run(tmp_path / "more.jsonl", toy, design=EVERYTHING, drafters=drafters_of(reference))
+    for a, b in zip(plain, more, strict=True):
+        assert {name: b[name] for name in a} == a
+
+
+def test_chains_and_paths_are_drawn_independently():
+    paths, drafts = (protocol.path_uniforms(DESIGN, an_anchor(), purpose) for purpose in ("paths", "drafts"))
+    assert paths.shape == drafts.shape
+    assert not np.isin(paths, drafts).any()
+
+
+@pytest.mark.parametrize(
+    ("change", "kept"),
+    [
+        ({"law": SamplingLaw(0.5, top_k=3)}, 0),
+        ({"paths": 32}, 3),
+        ({"gamma": 2}, 2),
+        ({"gamma": 5}, 3),
+        ({"seed": 8}, 0),
+    ],
+    ids=["law", "paths", "shorter", "longer", "seed"],
+)
+def test_the_same_anchors_measured_again(tmp_path, toy, change, kept):
+    source = run(tmp_path / "first.jsonl", toy)
+    design = replace(DESIGN, **change)
+    backend, asked = counting()
+    rows = run(
+        tmp_path / "second.jsonl", toy, backend=backend, design=design, prompts=None, source=source,
+        drafters=drafters_of(reference, design.gamma),
+    )  # fmt: skip
+    assert asked["answers"] == 0
+    for kind in ("answer", "plan"):
+        assert of_kind(rows, kind) == of_kind(source, kind)
+    place = ("domain", "prompt", "position", "context", "stratum", "inclusion")
+    pairs = list(zip(of_kind(source, "anchor"), of_kind(rows, "anchor"), strict=True))
+    for first, second in pairs:
+        assert [second[name] for name in place] == [first[name] for name in place]
+        assert len(second["alive"]) == design.gamma
+        assert set(second["drafters"]) == {"a", "b", "c"}
+    if change.keys() == {"gamma"}:  # the first slots are the same slots
+        for first, second in pairs:
+            assert second["order0"]["fit"][:kept] == first["order0"]["fit"][:kept]
+    else:
+        assert any(second["order0"]["fit"] != first["order0"]["fit"] for first, second in pairs)
+    if "paths" in change:
+        answers = {row["prompt"]: row for row in of_kind(rows, "answer")}
+        _, second = pairs[0]
+        answer, anchor = answers[second["prompt"]], an_anchor(second["prompt"], second["position"])
+        prefix = (*answer["prompt_tokens"], *answer["tokens"][: anchor.position])
+        alone = measure_anchor(reference, toy, prefix, protocol.path_uniforms(design, anchor), design)
+        assert second["order1"] == alone["order1"]
+
+
+def test_a_second_run_on_the_same_anchors_is_resumed(tmp_path, toy):
+    source = run(tmp_path / "first.jsonl", toy)
+    path, resumed, design = tmp_path / "second.jsonl", tmp_path / "resumed.jsonl", replace(DESIGN, paths=16)
+    run(path, toy, design=design, source=source, prompts=None)
+    whole = path.read_bytes()
+    ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]
+    for cut in (ends[0], ends[2], whole.index(b'{"kind":"plan"'), ends[-3], ends[-2] + 9, len(whole)):
+        resumed.write_bytes(whole[:cut])
+        run(resumed, toy, design=design, source=source, prompts=None)
+        assert resumed.read_bytes() == whole
+
+
+def test_an_unfinished_source_gives_the_anchors_it_has_and_later_the_rest(tmp_path, toy):
+    source, design = run(tmp_path / "first.jsonl", toy), replace(DESIGN, paths=16)
+    path = tmp_path / "second.jsonl"
+    part = run(path, toy, design=design, source=source[:-2], prompts=None)
+    assert len(of_kind(part, "anchor")) == len(of_kind(source, "anchor")) - 2
+    rows = run(path, toy, design=design, source=source, prompts=None)
+    assert rows[: len(part)] == part
+    assert len(rows) == len(source)
+    assert report.summarise(*read(path), replicates=5)["plan"] == of_kind(source, "plan")[0]["domains"]
+
+
+@pytest.mark.parametrize("fault", ["no plan", "two plans", "no answer", "no anchor", "other answers", "too short"])
+def test_a_source_that_does_not_fit_is_refused_and_nothing_is_written(tmp_path, toy, fault):
+    source, path, design = run(tmp_path / "first.jsonl", toy), tmp_path / "second.jsonl", DESIGN
+    if fault == "other answers":
+        run(path, toy, source=source, prompts=None)
+        source = run(tmp_path / "other.jsonl", toy, design=replace(DESIGN, seed=8))
+    elif fault == "too short":
+        design = replace(EVERYTHING, gamma=9)
+    else:
+        kinds = {"no plan": {"plan"}, "no answer": {"answer"}, "no anchor": {"anchor"}}.get(fault, set())
+        source = [row for row in source if row["kind"] not in kinds]
+        source += of_kind(source, "plan") if fault == "two plans" else []
+    message = {
+        "no anchor": "holds none yet; finish its run first",
+        "other answers": "holds answers of another source; use another --out",
+        "too short": r"read 9 realised tokens, some anchor has \d left; lower --gamma or do without them",
+    }.get(fault, "was not written by one run")
+    with RecordFile(path, {"design": design.provenance()}) as records:
+        before = list(records.rows)
+        with pytest.raises(ValueError, match=message):
+            measure(reference, toy, None, design, records, source=source, quiet=True)
+        assert records.rows == before
+
+
+def test_a_drafter_that_is_too_short_is_refused_before_the_target_is_asked(tmp_path, toy):
+    # was once: found out at the first anchor, when all answers are written
+    backend, asked = counting()
+    with pytest.raises(ValueError, match="drafter a proposes 2 tokens, gamma is 3; lower --gamma"):
+        run(tmp_path / "records.jsonl", toy, backend=backend, drafters=drafters_of(reference, 2))
+    assert not asked
+
+
+@pytest.mark.parametrize(
+    ("also", "paths", "message"),
+    [
+        (("floors",), 8, "'floors' cannot be measured as well; what can is information"),
+        (("ladder",), 7, "ladder needs at least 8 paths, got 7"),
+        (("soft", "response"), 7, "response needs at least 8 paths, got 7"),
+    ],
+)
+def test_what_cannot_be_measured_as_well_is_refused(also, paths, message):
+    with pytest.raises(ValueError, match=message):
+        Design(also=also, paths=paths)
 
 
 # --- the right numbers ------------------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ import pytest
 from reference import report
 from reference.protocol import Design
 from reference.records import RecordError, RecordFile, read
+from reference.sample import Table
+from reference.tables import compare, tables
 from tests.agreement import assert_agree
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -310,6 +312,35 @@ def test_an_unfinished_run_says_so():
     assert "UNFINISHED: 9 of 10 planned anchors are measured" in table
 
 
+def with_drafter(rows, scale=1.0):
+    """The rows with a drafter of order 0, whose risk is a little above the floor, and the effective support."""
+    rows = json.loads(json.dumps(rows))
+    for row in anchors_of(rows):
+        risk = [0.9 if t is None else scale * t + 0.1 for t in row["order0"]["fit"]]
+        row["support"] = [None if t is None else 1 + 9 * t for t in row["order0"]["fit"]]
+        row["drafters"] = {"d": {
+            "order": 0, "risk": risk, "self_risk": [None] * GAMMA, "arrival": row["alive"],
+            "rejected": [a * r for a, r in zip(row["alive"], risk, strict=True)],
+        }}  # fmt: skip
+    return rows
+
+
+def test_tables_of_what_else_was_measured_follow():
+    assert summarise(finished())["tables"] == {}
+    rows = with_drafter(finished())
+    summary = summarise(rows)
+    found = tables(anchors_of(rows), plan_row()["domains"], 300)
+    assert list(summary["tables"]) == ["drafter d", "serving d", "dependence d", "accepted length", "concentration"]
+    assert {name: Table(**table) for name, table in summary["tables"].items()} == found
+    assert json.loads(report.last_line(summary), parse_constant=pytest.fail)["tables"] == summary["tables"]
+    text = report.table(summary)
+    assert text.startswith(report.table({**summary, "tables": {}}))
+    assert text.endswith("\n\n".join(["", *(table.render() for table in found.values())]))
+    rows[-1]["drafters"]["d"]["risk"].pop()
+    with pytest.raises(RecordError, match="not those of one run"):
+        summarise(rows)
+
+
 @pytest.mark.parametrize(
     "fault", ["no plan", "two plans", "too many", "no kind", "unknown domain", "inclusion", "short list"]
 )
@@ -381,6 +412,40 @@ def test_the_program_refuses_bad_files_in_one_line(tmp_path, path, capsys):
     assert "no measured anchor" in refused(capsys, other)
     other.write_bytes(b"".join([*lines, lines[-1]]))
     assert "an anchor twice" in refused(capsys, other)
+
+
+def write(path, rows):
+    """A record file that holds an answer to every prompt."""
+    answers = [{**answer_row(p), "tokens": list(range(9))} for p in sorted({row["prompt"] for row in anchors_of(rows)})]
+    with RecordFile(path, {"target": "toy"}) as records:
+        for row in [*answers, *(row for row in rows if row["kind"] != "answer")]:
+            records.append(row)
+    return path
+
+
+def test_a_run_against_another_on_the_same_anchors(tmp_path, capsys):
+    paths = [write(tmp_path / str(scale), with_drafter(finished(), scale)) for scale in (1.0, 1.2)]
+    report.main([str(paths[0]), "--against", str(paths[1])])
+    text, _, line = capsys.readouterr().out.rstrip("\n").rpartition("\n")
+    summary = json.loads(line, parse_constant=pytest.fail)
+    found = compare(*map(read, paths))
+    assert list(found) == ["T0 fit", "T1 cross-fit", "R d"]
+    alone = report.summarise(*read(paths[0]))
+    more = {f"against: {name}": json.loads(json.dumps(vars(table))) for name, table in found.items()}
+    assert summary == {**alone, "tables": alone["tables"] | more}
+    assert text == report.table(summary)
+    table = found["R d"]
+    first, second, change = (table.columns.index(name) for name in ("first", "second", "change"))
+    for row in table.rows:
+        assert_agree(row[change], row[second] - row[first], "float64")
+        assert row[change] > 0
+
+
+def test_what_cannot_be_compared_is_one_line(tmp_path, path, capsys):
+    whole = write(tmp_path / "whole.jsonl", finished())
+    assert "none.jsonl" in refused(capsys, whole, "--against", tmp_path / "none.jsonl")
+    assert "share no anchor" in refused(capsys, whole, "--against", write(tmp_path / "empty.jsonl", [plan_row()]))
+    assert "the answer to" in refused(capsys, whole, "--against", path)
 
 
 def test_plot_without_matplotlib_says_what_to_install(path, tmp_path, monkeypatch, capsys):
