@@ -28,8 +28,8 @@ import fast
 from models import toy
 from models.checkpoint import locate
 from models.text import Text
-from reference.laws import SamplingLaw
 from reference.anchor import measure_anchor
+from reference.laws import SamplingLaw
 from reference.protocol import Design
 
 M, GAMMA, VOCABULARY, DISTINCT = 256, 7, 151_936, 64

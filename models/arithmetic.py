@@ -9,8 +9,12 @@ import random
 
 NAMES = ("Anna", "Ravi", "Lena", "Omar", "Ines", "Paul", "Yuki", "Clara", "Tom", "Aisha", "Erik", "Vera", "Sam")
 GOODS = ("loaves", "rolls", "pencils", "notebooks", "apples", "tickets", "candles", "mugs", "plants", "books", "stamps")
-ASKED = ("Please reason step by step.", "Explain each step.", "Show your reasoning step by step.", "", "")
-ASKED += (
+ASKED = (
+    "Please reason step by step.",
+    "Explain each step.",
+    "Show your reasoning step by step.",
+    "",
+    "",
     "Give every step, and the number last.",
     "Think it through step by step.",
     "How do you get there?",
@@ -334,5 +338,6 @@ KINDS = (
     average,
     expression,
     addition,
+    sequence,
+    sharing,
 )
-KINDS += (sequence, sharing)

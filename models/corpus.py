@@ -188,8 +188,10 @@ def prose_question(title: str, part: int, rng: random.Random) -> str:
         "Describe {}.",
         "Tell me about {}.",
         "What does one need to know of {}?",
+        "Give me a clear account of {}.",
+        "Could you explain {} to me?",
+        "Write a few paragraphs about {}.",
     )
-    asked += ("Give me a clear account of {}.", "Could you explain {} to me?", "Write a few paragraphs about {}.")
     return rng.choice(asked).format(title)
 
 
