@@ -27,6 +27,7 @@ import torch
 import fast
 from models import toy
 from models.checkpoint import locate
+from models.drafter_config import DrafterConfig
 from models.text import Text
 from reference.anchor import measure_anchor
 from reference.laws import SamplingLaw
@@ -56,6 +57,7 @@ def main():
 
     add(barycentre_row(options.seed))
     add(memory_row())
+    add(drafter_row(folder, options.seed))
     for dtype, length, peer in (
         ("float32", 55, repeat_cache),
         ("float32", 511, repeat_cache),
@@ -65,6 +67,55 @@ def main():
         add(walk_row(folder, dtype, length, peer, options.seed))
     conditions = {"threads": torch.get_num_threads(), "torch": torch.__version__, "M": M, "gamma": GAMMA}
     print(json.dumps({"target": options.target, "seed": options.seed, **conditions, "rows": rows}))
+
+
+def drafter_row(folder, seed):
+    """What a drafter's risks, serving quantities and best responses add to an anchor's walk and floors."""
+    target = fast.Decoder.load(folder)
+    drafters = {"random": random_drafter(target, seed)}
+    alone, both = Design(paths=M, gamma=GAMMA), Design(paths=M, gamma=GAMMA, also=("response",))
+    bare, full = [], []
+    for i, prefix in enumerate(prefixes(folder, 55)):
+        paths, drafts = np.random.default_rng([seed, i]).random((2, M, GAMMA))
+
+        def floors(prefix=prefix, paths=paths):
+            return measure_anchor(fast, target, prefix, paths, alone)
+
+        def gaps(prefix=prefix, paths=paths, drafts=drafts):
+            return measure_anchor(fast, target, prefix, paths, both, drafters=drafters, draft_uniforms=drafts)
+
+        if floors()["order1"] != gaps()["order1"]:
+            sys.exit("error: the floors beside a drafter differ; nothing was timed")
+        pairs = [(seconds(floors), seconds(gaps)) for _ in range(3)]
+        bare.append(statistics.median(a for a, _ in pairs))
+        full.append(statistics.median(b for _, b in pairs))
+    return {
+        "work": "one anchor with a random two-layer DSpark drafter: risks, serving, best responses and sweeps",
+        "peer": "the same anchor's walk and floors alone",
+        "ratio": round(sum(bare) / sum(full), 2),
+        "cost": round(sum(full) / sum(bare), 2),
+        "by_prefix": [round(b / a, 2) for a, b in zip(bare, full, strict=True)],
+        "ours_s": round(statistics.mean(full), 2),
+        "peer_s": round(statistics.mean(bare), 2),
+    }
+
+
+def random_drafter(target, seed, layers=2, rank=256):
+    """An untrained DSpark drafter of the target's widths, block 7, five taps."""
+    c = target.config
+    config = DrafterConfig(
+        family="dspark", dialect="deepspec", architecture="qwen3", in_place=False, block_size=GAMMA,
+        taps=tuple(np.linspace(1, c.num_layers - 3, 5).round().astype(int).tolist()), mask_id=c.vocab_size - 1,
+        target_layers=c.num_layers, vocab_size=c.vocab_size, draft_vocab_size=c.vocab_size, hidden_size=c.hidden_size,
+        intermediate_size=c.intermediate_size, num_layers=layers, num_heads=c.num_heads, num_kv_heads=c.num_kv_heads,
+        head_dim=c.head_dim, rms_norm_eps=c.rms_norm_eps, rope=c.rope, rotary_dims=c.head_dim // 2,
+        causal=(False,) * layers, windows=(None,) * layers, window_rule="query",
+        markov_rank=rank, markov_type="vanilla",
+        confidence=True, confidence_with_markov=True,
+    )  # fmt: skip
+    draw = torch.Generator().manual_seed(seed)
+    tensors = {name: 0.02 * torch.randn(shape, generator=draw) for name, shape in config.tensor_shapes().items()}
+    return fast.Drafter(config, tensors, target.embedding, target.head)
 
 
 def walk_row(folder, dtype, length, peer, seed):
