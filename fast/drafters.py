@@ -26,7 +26,7 @@ from reference.paths import check_tokens
 
 __all__ = ["Context", "Drafter", "Proposal", "TrainingBlocks"]
 
-GROUP = 16  # histories read out together: rows of equal products round alike, but for widths below 16 on CPUs
+GROUP = 64  # histories read out together: rows of equal products round alike, but for widths below 16 on CPUs
 HELD = 128  # vocabulary rows that `sample` holds at a time
 
 

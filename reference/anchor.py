@@ -47,8 +47,11 @@ def measure_anchor(backend, target, prefix, uniforms, design, *, realised=(), dr
     drafters, gamma = drafters or {}, design.gamma
     check_drafters(drafters, gamma)
     session = target.open(prefix, taps_of(drafters)) if drafters else target.open(prefix)
+    exact = target.vocab_size <= EXACT_VOCABULARY
     meters = {
-        name: DraftMeter(backend, *propose(drafter, drafters, session, prefix, design.law), draft_uniforms, design)
+        name: DraftMeter(
+            backend, *propose(drafter, drafters, session, prefix, design.law), draft_uniforms, design, exact
+        )
         for name, drafter in drafters.items()
     }
     row = {"alive": [0.0] * gamma, "distinct": [0] * gamma, "support": [None] * gamma}
@@ -154,12 +157,10 @@ class DraftMeter:
     No more than `CHUNK` proposals are held at a time.
     """
 
-    def __init__(self, backend, proposal, tempered, uniforms, design):
-        self.backend, self.proposal, self.tempered = backend, proposal, tempered
-        self.order, self.gamma, self.chains, self.columns = proposal.order, design.gamma, None, {}
-        if self.order != 0:
-            beyond = proposal.gamma - design.gamma  # slots it proposes that are not measured
-            self.chains = np.asarray(proposal.sample(np.pad(uniforms, [(0, 0), (0, beyond)])))
+    def __init__(self, backend, proposal, tempered, uniforms, design, exact):
+        self.backend, self.proposal, self.tempered, self.uniforms = backend, proposal, tempered, uniforms
+        self.order, self.gamma, self.columns = proposal.order, design.gamma, {}
+        self.exact, self.chains = exact and proposal.order == 1, None
         shape = design.paths, design.gamma
         self.token, self.predecessor = np.full(shape, -1), np.full(shape, -1)
         self.target_p, self.draft_p, self.risks = np.zeros(shape), np.zeros(shape), np.zeros(shape)
@@ -169,13 +170,16 @@ class DraftMeter:
         """Take in one slot of the walk."""
         k, alive = slot.index, slot.path_node >= 0
         node, token = slot.path_node[alive], slot.drawn[alive]
-        risks, draft_p = self._score(slot, self.proposal, node, token)
+        risks, draft_p, own = self._score(slot, node, token, alive)
         self.alive[:, k], self.token[alive, k], self.predecessor[alive, k] = alive, token, slot.token[node]
         self.target_p[alive, k] = host(slot.rows[node, token])
         self.draft_p[alive, k], self.risks[alive, k] = draft_p, risks[node]
-        values = {"risk": risks[node].mean(), "self_risk": self._self_risk(slot, node, risks, alive)}
+        values = {
+            "risk": risks[node].mean(),
+            "self_risk": self._exact_self_risk(slot, risks, node) if self.exact else own,
+        }
         if self.tempered is not None:
-            values["tempered"] = self._score(slot, self.tempered, node, token)[0][node].mean()
+            values["tempered"] = self._score_prefixes(slot, self.tempered)[node].mean()
         put(self.columns, "slots", k, self.gamma, {n: None if v is None else float(v) for n, v in values.items()})
 
     def finish(self, respond):
@@ -194,50 +198,63 @@ class DraftMeter:
                 out[name] = asdict(self.backend.sweep(paths, order, backward=backward))
         return out
 
-    def _score(self, slot, proposal, node, token):
-        """TV(p_k, q_k) at each prefix [U], and q_k at each living path's token."""
-        risks, draft_p = np.zeros(len(slot.rows)), np.zeros(len(node))
-        for members, q in self._proposals(slot, proposal, slot.history(slot.index + 1)):
-            risks[members] = self._distances(slot, members, q)
-            paths = np.isin(node, members)
-            draft_p[paths] = host(q[token[paths]])
-        return risks, np.minimum(draft_p, 1)
+    def _score(self, slot, node, token, alive):
+        """One pass over what the proposal can see at a slot, realised or drafted.
 
-    def _proposals(self, slot, proposal, histories):
-        """Yield (which of the histories, q_k after them [V]) for every distinct thing the proposal can see."""
-        seen = slot.index + 1 if self.order is None else max(1, self.order)
-        histories = histories[:, histories.shape[1] - seen :]
-        if self.order == 0:
-            histories = histories[:1].repeat(len(histories), axis=0)
-        distinct, which = np.unique(histories, axis=0, return_inverse=True)
-        which = which.ravel()
+        Returns: TV(p_k, q_k) at each prefix [U]; q_k at each living path's token; mean TV to the proposals of one
+        drafted chain per path, each chain drawn on by a token (None for a drafter that reads no tokens).
+        """
+        k, prefixes = slot.index, len(slot.rows)
+        histories = slot.history(k + 1)
+        chained = self.order != 0 and not self.exact
+        if chained:
+            self.chains = np.repeat(histories[:1], len(alive), axis=0) if k == 0 else self.chains
+            histories = np.concatenate([histories, self.chains])
+        distinct, which = self._distinct(histories, k)
+        risks, draft_p, own, drawn = np.zeros(prefixes), np.zeros(len(node)), 0.0, np.zeros(len(alive), dtype=np.int64)
         for start in range(0, len(distinct), CHUNK):
-            rows = proposal.probs(slot.index, distinct[start : start + CHUNK])
+            rows = self.proposal.probs(k, distinct[start : start + CHUNK])
             for i, q in enumerate(rows, start):
-                yield np.flatnonzero(which == i), q
+                members = np.flatnonzero(which[:prefixes] == i)
+                risks[members] = self._distances(slot, members, q)
+                paths = np.isin(node, members)
+                draft_p[paths] = host(q[token[paths]])
+                if chained:
+                    met, counts = np.unique(node[which[prefixes:][alive] == i], return_counts=True)
+                    own += counts @ self._distances(slot, met, q)
+            if chained:
+                here = (which[prefixes:] >= start) & (which[prefixes:] < start + CHUNK)
+                drawn[here] = self.backend.draw(rows, self.uniforms[here, k], which[prefixes:][here] - start)
+        if chained:
+            self.chains = np.concatenate([self.chains, drawn[:, None]], axis=1)
+        return risks, np.minimum(draft_p, 1), own / len(node) if chained else None
 
-    def _self_risk(self, slot, node, risks, alive):
-        """R_k^self: exactly over the drafter's token law, or with one drafted chain per path (App. B.5)."""
-        k = slot.index
+    def _score_prefixes(self, slot, proposal):
+        """TV(p_k, q_k) of another proposal of the same drafter at each prefix, [U]."""
+        distinct, which = self._distinct(slot.history(slot.index + 1), slot.index)
+        risks = np.zeros(len(slot.rows))
+        for i, seen in enumerate(distinct):
+            members = np.flatnonzero(which == i)
+            risks[members] = self._distances(slot, members, proposal.probs(slot.index, seen[None])[0])
+        return risks
+
+    def _distinct(self, histories, k):
+        """What the proposal sees of histories [n, k + 1]: the distinct ones, and which of them each is, int [n]."""
         if self.order == 0:
-            return None
-        if k == 0:
-            return risks[node].mean()
-        if self.order == 1 and slot.rows.shape[1] <= EXACT_VOCABULARY:
-            return self._exact_self_risk(slot)
-        anchor = np.full((len(node), 1), slot.past[0, -k - 1])
-        histories = np.concatenate([anchor, self.chains[alive, :k]], axis=1)
-        total = 0.0
-        for members, q in self._proposals(slot, self.proposal, histories):
-            met, counts = np.unique(node[members], return_counts=True)
-            total += counts @ self._distances(slot, met, q)
-        return total / len(node)
+            return histories[:1], np.zeros(len(histories), dtype=np.int64)
+        seen = histories if self.order is None else histories[:, -self.order :]
+        distinct, which = np.unique(seen, axis=0, return_inverse=True)
+        return distinct, which.ravel()
 
-    def _exact_self_risk(self, slot):
+    def _exact_self_risk(self, slot, risks, node):
+        """R_k^self over the law of the drafter's own predecessors instead of drawn ones (Sec. 3.3)."""
+
         def after(k):
             return lambda predecessors: self.proposal.probs(k, host(predecessors).astype(np.int64)[:, None])
 
         k = slot.index
+        if k == 0:
+            return risks[node].mean()
         if k == 1:
             self.marginal = self.proposal.probs(0, slot.past[:1, -2:-1])[0]
         else:
@@ -245,7 +262,10 @@ class DraftMeter:
         return self.backend.self_risk(slot, after(k), self.marginal)
 
     def _distances(self, slot, members, q):
-        return host(self.backend.total_variation(slot.rows[members], q))
+        if not len(members):
+            return np.zeros(0)
+        rows = slot.rows[members] if len(members) > 1 else slot.rows[members[0]][None]  # a view of the only one
+        return host(self.backend.total_variation(rows, q))
 
 
 def propose(drafter, drafters, session, prefix, law):
