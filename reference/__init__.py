@@ -1,23 +1,36 @@
 """Block drafting measured, definition by definition, in NumPy float64.
 
-A reading order, with the parts of "Beyond Parallel Blindness" that each file answers:
+A reading order, with the parts of "Beyond Parallel Blindness" (and of the D-REAL paper) that each file answers:
 
-    laws.py       what the tokens are drawn from                         App. B.1, C.7
-    distance.py   acceptance, total variation, the TV barycentre         Sec. 2, App. B.4
-    paths.py      the tree of target continuations                       App. B.3
-    floors.py     information floors by grouping                         Sec. 2 (Eq. 2), App. B.3
-    enumeration.py, reweighting.py   exact and reweighted prefixes: certified brackets, soft order-1 floor   App. B.3
-    clusters.py   oracle-routed K-median                                 App. D.2
-    information.py  the log-loss companion                               App. A.3, B.2, B.6
-    risk.py       drafter risk, oracle and self-conditioned; gap, exposure Sec. 3.3, App. B.5
-    serving.py    reach, accepted length, serving risk, dependence       Sec. 2, 3.5, App. F.1-F.3
-    response.py   best response at one slot, coordinate sweeps           Sec. 3.5, App. F.4-F.6
-    verify.py     one round of lossless verification                     D-REAL Sec. 3.1
-    objectives.py static decay, D-PACE, TV and D-REAL with gradients     D-REAL Sec. 2, 3, 5.3
-    stats.py      anchors, Hajek means, prompt bootstrap                 App. B.2
-    protocol.py   the whole measurement, anchor by anchor                App. B
-    decoder.py    the target itself: Qwen3 and Llama                     App. B.1
-    records.py, report.py   the file behind every number, and the tables made from it
+    laws.py            what the tokens are drawn from                            App. B.1, C.7
+    distance.py        acceptance, total variation, the TV barycentre            Sec. 2, App. B.4
+    paths.py           the tree of target continuations                          App. B.3
+    floors.py          information floors by grouping                            Sec. 2 (Eq. 2), App. B.3
+    enumeration.py     prefixes counted out exactly: certified brackets          App. B.3
+    reweighting.py     every prefix for every predecessor, by weight             App. B.3
+    clusters.py        oracle-routed K-median                                    App. D.2
+    information.py     the log-loss companion                                    App. A.3, B.2, B.6
+    risk.py            drafter risk, oracle and self-conditioned; gap, exposure  Sec. 3.3, App. B.5
+    serving.py         reach, accepted length, serving risk, dependence          Sec. 2, 3.5, App. F.1-F.3
+    response.py        best response at one slot, coordinate sweeps              Sec. 3.5, App. F.4-F.6
+    verify.py          one round of lossless verification                        D-REAL Sec. 3.1
+    objectives.py      static decay, D-PACE, TV and D-REAL with gradients        D-REAL Sec. 2, 3, 5.3
+
+then the networks,
+
+    decoder.py         the target: Qwen3 and Llama                               App. B.1
+    draft_layers.py    a block drafter's layers: DFlash, and what others add     Sec. 2, App. H
+    draft_heads.py     Markov heads, candidate selector, prefix-attention head   App. H
+    drafters.py        a drafter: context, block, proposal                       Sec. 2, App. H
+
+and the measurement:
+
+    stats.py           anchors, Hajek means, prompt bootstrap                    App. B.2
+    anchor.py          all that one anchor tells, from one walk                  App. B
+    protocol.py        from prompts to one record per anchor                     App. B
+    records.py         the file behind every number
+    sample.py, tables.py, report.py   the paper's tables, from that file alone   Tables 3-8, 12, App. C-F
+    program.py         flags, loading and provenance of the examples
 
 `fast` holds the same names in PyTorch.  Importing `reference` never imports torch.
 """

@@ -14,23 +14,30 @@ README = (ROOT / "README.md").read_text()
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", README, flags=re.S) for line in block.splitlines()]
 
 
-def test_the_main_job_and_its_report(tmp_path):
+def test_everything_that_needs_no_model(tmp_path):
     pytest.importorskip("torch")
-    (install,) = [c for c in COMMANDS if "--target toy" in c]
-    (report,) = [c for c in COMMANDS if c.startswith("python -m reference.report")]
-    setup, main = install.split(" && ")
+    commands = [c.split("  #")[0].strip() for c in COMMANDS if "--target toy" in c or "reference.report" in c]
+    main, report = (next(c for c in commands if word in c) for word in ("pip install", "reference.report"))
+    setup, main = main.split(" && ")
     assert setup == "pip install -e ."
+    assert len(commands) == 5  # the main job, gaps, the report, the same anchors again, and against each other
     for name in ("examples", "models", "reference", "fast"):
         (tmp_path / name).symlink_to(ROOT / name)
-    documents = []
-    for command in (main.replace("--anchors 24", "--anchors 3"), report):
-        words = shlex.split(command)
-        assert words[0] == "python"
-        run = subprocess.run([sys.executable, *words[1:]], cwd=tmp_path, capture_output=True, text=True)
-        assert run.returncode == 0, run.stderr
-        documents.append(json.loads(run.stdout.splitlines()[-1]))
-    assert documents[0] == documents[1]
-    assert documents[0]["anchors"] == 6
+    documents = {}
+    for command in (main, *commands):
+        if "pip install" not in command:
+            documents[command] = run(re.sub(r"--anchors \d+", "--anchors 3", command), tmp_path)
+    assert documents[main] == documents[report]
+    assert documents[main]["anchors"] == 6
+
+
+def run(command, folder):
+    """The JSON document that a command prints last."""
+    words = shlex.split(command)
+    assert words[0] == "python"
+    run = subprocess.run([sys.executable, *words[1:]], cwd=folder, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
 
 
 def test_the_test_command():
