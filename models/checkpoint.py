@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+TINY = Path(__file__).resolve().parent / "tiny"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 EMBEDDING = "model.embed_tokens.weight"
@@ -81,10 +82,13 @@ class TensorInfo:
 def locate(target: str, *, revision: str | None = None) -> Snapshot:
     """The folder of a checkpoint named by a folder or a hub id; what the hub's cache lacks is downloaded.
 
-    An existing folder wins and never touches the hub.  A hub id goes through the huggingface_hub package, whose
+    "tiny" is the embedded target and "tiny/NAME" one of its drafters (`models/tiny`); ./tiny is a folder of one's own.
+    An existing folder wins over the hub and never touches it.  A hub id goes through the huggingface_hub package, whose
     settings (HF_HOME, HF_HUB_OFFLINE, tokens) hold; where the hub cannot be reached, its cached snapshot serves.
     Pickled weights are never fetched.  CheckpointError is one sentence that says what to do.
     """
+    if target == "tiny" or target.startswith("tiny/"):
+        return _embedded(target, revision)
     folder = Path(target).expanduser()
     if target and folder.is_dir():
         if revision is not None:
@@ -103,6 +107,16 @@ def locate(target: str, *, revision: str | None = None) -> Snapshot:
             "network on to complete it (only safetensors weights are read)"
         )
     return Snapshot(folder, target, folder.name)
+
+
+def _embedded(target: str, revision: str | None) -> Snapshot:
+    """One of the small networks that the project ships."""
+    known = {"tiny" if f.name == "target" else f"tiny/{f.name}": f for f in sorted(TINY.iterdir()) if f.is_dir()}
+    if target not in known:
+        raise CheckpointError(f"the project ships no {target!r}; it has {', '.join(known)}")
+    if revision is not None:
+        raise CheckpointError(f"{target} is shipped with the project, and a revision applies only to a hub id")
+    return Snapshot(known[target], target, None)
 
 
 def _folder_snapshot(folder: Path) -> Snapshot:

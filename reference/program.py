@@ -29,6 +29,7 @@ from reference.laws import SamplingLaw
 from reference.records import RecordError, RecordFile, read
 
 ITEM_SIZE = {"bfloat16": 2, "float32": 4, "float64": 8}
+ANSWER_TOKENS = 2048
 ERRORS = (CheckpointError, ConfigError, TextError, RecordError, ValueError)
 
 
@@ -48,8 +49,13 @@ def run(options, draw):
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
     law = SamplingLaw(options.temperature, options.top_k, options.top_p)
     anchors = min(options.anchors, options.limit or options.anchors)
+    snapshot = None if options.target == "toy" else locate(options.target, revision=options.revision)
+    config = snapshot and DecoderConfig.from_folder(snapshot.folder)
+    answer_tokens = options.answer_tokens
+    if answer_tokens is None:
+        answer_tokens = min(ANSWER_TOKENS, config.max_positions // 2) if config else ANSWER_TOKENS
     design = protocol.Design(
-        anchors, options.paths, options.gamma, options.answer_tokens, law, options.seed, tuple(options.also)
+        anchors, options.paths, options.gamma, answer_tokens, law, options.seed, tuple(options.also)
     )
     if "response" in design.also and not options.drafter:
         raise ValueError("--also response is about a drafter: give one")
@@ -57,9 +63,11 @@ def run(options, draw):
     if options.plot:
         report.check_plot(options.plot)
     source = read(options.anchors_from)[1] if options.anchors_from else None
-    load = load_toy if options.target == "toy" else load_model
-    target, prompts, special_ids, about = load(options, design, backend, device, dtype, say)
-    drafters, origins = load_drafters(options, design, backend, target, say)
+    if snapshot is None:
+        target, prompts, special_ids, about = load_toy(options, design)
+    else:
+        target, prompts, special_ids, about = load_model(options, design, backend, device, dtype, snapshot, config, say)
+    drafters, origins = load_drafters(options, design, backend, device, dtype, target, say)
     provenance = {
         "target": options.target, "revision": None, "design": design.provenance(),
         "prompts": sha([(p.id, p.domain, p.tokens) for p in prompts]), "backend": options.backend, "dtype": dtype,
@@ -94,10 +102,8 @@ def default_out(options, provenance):
     return Path("runs") / f"{'gaps' if options.drafter else 'floors'}-{'-'.join(names)}.jsonl"
 
 
-def load_model(options, design, backend, device, dtype, say):
+def load_model(options, design, backend, device, dtype, snapshot, config, say):
     """A language model: (target, encoded prompts, special ids, what identifies it in the provenance)."""
-    snapshot = locate(options.target, revision=options.revision)
-    config = DecoderConfig.from_folder(snapshot.folder)
     for note in config.notes:
         say(f"note: {note}")
     text = Text.from_folder(snapshot.folder, stop_ids=options.stop_ids)
@@ -114,7 +120,7 @@ def load_model(options, design, backend, device, dtype, say):
     return target, prompts, text.special_ids, about
 
 
-def load_drafters(options, design, backend, target, say):
+def load_drafters(options, design, backend, device, dtype, target, say):
     """The drafters of --drafter: ({name: drafter}, {name: what identifies it}), both empty without the flag."""
     drafters, origins = {}, {}
     for name in options.drafter:
@@ -129,8 +135,7 @@ def load_drafters(options, design, backend, target, say):
         if short in drafters:
             raise ValueError(f"two drafters are called {short!r}; rename a folder")
         in_place = {"auto": None, "anchor": False, "in-place": True}[options.slot_convention]
-        device, dtype = getattr(target, "device", "cpu"), str(getattr(target, "dtype", "float32")).split(".")[-1]
-        drafter = backend.Drafter.load(snapshot.folder, target, dtype=dtype, device=str(device), in_place=in_place)
+        drafter = backend.Drafter.load(snapshot.folder, target, dtype=dtype, device=device, in_place=in_place)
         for note in drafter.config.notes:
             say(f"note: {short}: {note}")
         say(f"drafter {short}: {drafter.config.family}, {drafter.config.parameter_count():,} parameters of its own")
@@ -142,7 +147,7 @@ def load_drafters(options, design, backend, target, say):
     return drafters, origins
 
 
-def load_toy(options, design, *_):
+def load_toy(options, design):
     """A toy of two domains whose floors can be enumerated, for trying everything without a language model."""
     for name in ("prompts", "revision", "stop_ids", "prompt_tokens"):
         if getattr(options, name):
@@ -169,7 +174,10 @@ def parser(doc):
     parser = ArgumentParser(description=title, epilog=about, formatter_class=RawDescriptionHelpFormatter)
     add = parser.add_argument
     add(
-        "--target", default="Qwen/Qwen3-4B", metavar="ID_OR_FOLDER", help="hub id, folder, or toy (default %(default)s)"
+        "--target",
+        default="Qwen/Qwen3-4B",
+        metavar="ID_OR_FOLDER",
+        help="hub id, folder, tiny or toy (default %(default)s)",
     )
     add("--revision", help="branch, tag or commit of a hub id")
     add(
@@ -189,7 +197,8 @@ def parser(doc):
     add("--anchors", type=int, default=96, help="anchors, and prompts, per domain (default %(default)s)")
     add("--paths", type=int, default=256, metavar="M", help="continuations per anchor (default %(default)s)")
     add("--gamma", type=int, default=7, help="block length (default %(default)s)")
-    add("--answer-tokens", type=int, default=2048, metavar="N", help="cap on an answer's length (default %(default)s)")
+    add("--answer-tokens", type=int, metavar="N",
+        help=f"cap on an answer's length (default {ANSWER_TOKENS}, at most half of the context)")  # fmt: skip
     add("--temperature", type=float, default=1.0)
     add("--top-p", type=float, default=1.0)
     add("--top-k", type=int, default=0, help="0 = off")
