@@ -856,7 +856,7 @@ def test_only_the_drafter_is_trained():
         (lambda p: p.logits(1, [[0]]), r"slot 1 needs histories .* h >= 2, got \(1, 1\)"),
         (lambda p: p.confidence(0, [0]), r"slot 0 needs histories .* got \(1,\)"),
         (lambda p: p.logits(0, [[3001]]), "outside the vocabulary of 3001"),
-        (lambda p: p.sample(np.zeros((2, 4))), r"uniforms must be \[n, gamma\] with gamma = 5"),
+        (lambda p: p.sample(np.zeros((2, 6))), r"uniforms must be \[n, h\] with n >= 1 and h in 1..5"),
         (lambda p: p.sample(np.zeros((0, 5))), "n >= 1"),
         (lambda p: p.sample(np.ones((1, 5))), "uniforms must lie in"),
     ],

@@ -1088,7 +1088,7 @@ def test_what_does_not_fit_is_refused():
         (lambda: proposal.logits(2, [[0, 0]]), "slot 2 needs histories .* h >= 3, got .1, 2."),
         (lambda: proposal.probs(0, np.zeros((0, 1), int)), "n >= 1"),
         (lambda: proposal.probs(0, [[7]]), "outside the vocabulary of 7"),
-        (lambda: proposal.sample(np.zeros((2, 3))), "gamma = 4 and n >= 1, got .2, 3."),
+        (lambda: proposal.sample(np.zeros((2, 5))), "h in 1..4, got .2, 5."),
         (lambda: proposal.sample(np.ones((2, 4))), "uniforms must lie in"),
     ]
     for refused, message in cases:
