@@ -40,8 +40,16 @@ def plot(summary, path):
         columns = dict(zip(table["columns"], np.array(table["rows"], dtype=object).T, strict=True))
         slots, floor, gap = (np.array(columns[c], dtype=float) for c in ("slot", table["columns"][1], "gap"))
         panel.bar(slots, floor, color="0.6", label=f"information floor {table['columns'][1]}")
-        low, high = np.array(list(columns["gap 95%"]), dtype=float).T
-        panel.bar(slots, gap, bottom=floor, color="tab:red", label="model gap", yerr=[gap - low, high - gap], capsize=2)
+        low, high = np.array([ends or [None, None] for ends in columns["gap 95%"]], dtype=float).T
+        panel.bar(
+            slots,
+            gap,
+            bottom=floor,
+            color="tab:red",
+            label="model gap",
+            yerr=np.maximum([gap - low, high - gap], 0),
+            capsize=2,
+        )
         if "R self" in columns:
             panel.plot(slots, np.array(columns["R self"], dtype=float), "k.", label="risk on its own tokens")
         panel.set(title=name, xlabel="slot k")

@@ -6,8 +6,8 @@ A reading order, with the parts of "Beyond Parallel Blindness" (and of the D-REA
     distance.py        acceptance, total variation, the TV barycentre            Sec. 2, App. B.4
     paths.py           the tree of target continuations                          App. B.3
     floors.py          information floors by grouping                            Sec. 2 (Eq. 2), App. B.3
-    enumeration.py     prefixes counted out exactly: certified brackets          App. B.3
-    reweighting.py     every prefix for every predecessor, by weight             App. B.3
+    enumeration.py     prefixes counted out exactly: certified brackets          (ours)
+    reweighting.py     every prefix for one suffix, or for every predecessor     App. B.3, (ours)
     clusters.py        oracle-routed K-median                                    App. D.2
     information.py     the log-loss companion                                    App. A.3, B.2, B.6
     risk.py            drafter risk, oracle and self-conditioned; gap, exposure  Sec. 3.3, App. B.5

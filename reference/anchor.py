@@ -6,11 +6,11 @@ predecessors, its risk on its own, and the accept factors of the M paths, from w
 follow.  The paper ran the target once for each of these.
 
     information   mutual information in the divergence form, and cross-entropies of the realised token   App. A.3
-    soft          the order-1 floor with every predecessor weighted by every prefix                      App. B.3
+    soft          the order-1 floor with every predecessor weighted by every prefix                      (ours)
     suffix        order-m floors and cross-entropies given the realised suffix, by reweighting           App. B.3
-    truncated     floors read on the largest probabilities only, with their band                         App. C.3
+    truncated     floors read on the largest probabilities only, with their band                         App. C.6
     k_median      K proposals instead of one                                                             App. D.2
-    ladder        the floors again on the first quarter of the paths                                     App. C.6
+    ladder        the floors again on the first quarter of the paths                                     App. C.3
     response      best responses at every slot and coordinate sweeps, for every drafter                  App. F.4-F.6
 
 Tests: `tests/test_anchor.py`.
@@ -46,6 +46,8 @@ def measure_anchor(backend, target, prefix, uniforms, design, *, realised=(), dr
     """
     drafters, gamma = drafters or {}, design.gamma
     check_drafters(drafters, gamma)
+    if {"information", "suffix"} & set(design.also) and len(realised) < gamma:
+        raise ValueError(f"information and suffix read the {gamma} realised tokens, {len(realised)} were given")
     session = target.open(prefix, taps_of(drafters)) if drafters else target.open(prefix)
     exact = target.vocab_size <= EXACT_VOCABULARY
     meters = {
@@ -171,7 +173,8 @@ class DraftMeter:
         k, alive = slot.index, slot.path_node >= 0
         node, token = slot.path_node[alive], slot.drawn[alive]
         risks, draft_p, own = self._score(slot, node, token, alive)
-        self.alive[:, k], self.token[alive, k], self.predecessor[alive, k] = alive, token, slot.token[node]
+        self.alive[:, k], self.token[alive, k] = alive, token
+        self.predecessor[alive, k] = self._distinct(slot.history(k + 1), k)[1][node]  # which of its views it has
         self.target_p[alive, k] = host(slot.rows[node, token])
         self.draft_p[alive, k], self.risks[alive, k] = draft_p, risks[node]
         values = {
@@ -213,7 +216,7 @@ class DraftMeter:
         distinct, which = self._distinct(histories, k)
         risks, draft_p, own, drawn = np.zeros(prefixes), np.zeros(len(node)), 0.0, np.zeros(len(alive), dtype=np.int64)
         for start in range(0, len(distinct), CHUNK):
-            rows = self.proposal.probs(k, distinct[start : start + CHUNK])
+            rows = check_proposals(self.proposal.probs(k, distinct[start : start + CHUNK]), slot)
             for i, q in enumerate(rows, start):
                 members = np.flatnonzero(which[:prefixes] == i)
                 risks[members] = self._distances(slot, members, q)
@@ -235,7 +238,8 @@ class DraftMeter:
         risks = np.zeros(len(slot.rows))
         for i, seen in enumerate(distinct):
             members = np.flatnonzero(which == i)
-            risks[members] = self._distances(slot, members, proposal.probs(slot.index, seen[None])[0])
+            q = check_proposals(proposal.probs(slot.index, seen[None]), slot)[0]
+            risks[members] = self._distances(slot, members, q)
         return risks
 
     def _distinct(self, histories, k):
@@ -266,6 +270,17 @@ class DraftMeter:
             return np.zeros(0)
         rows = slot.rows[members] if len(members) > 1 else slot.rows[members[0]][None]  # a view of the only one
         return host(self.backend.total_variation(rows, q))
+
+
+def check_proposals(rows, slot):
+    """Proposals [n, V] as they are, or a ValueError if they are no distributions over the target's tokens."""
+    sums, smallest = host(rows.sum(-1)), float(rows.min())
+    if rows.shape[-1] != slot.rows.shape[-1] or not (abs(sums - 1) <= 1e-4).all() or smallest < 0:
+        raise ValueError(
+            f"a proposal at slot {slot.index} is no distribution over {slot.rows.shape[-1]} tokens: it has "
+            f"{rows.shape[-1]}, sums {sums.min()} to {sums.max()}, smallest entry {smallest}"
+        )
+    return rows
 
 
 def propose(drafter, drafters, session, prefix, law):

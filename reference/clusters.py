@@ -6,8 +6,8 @@ If something told a drafter which of K proposals to use, its risk could fall to
 
 whose case K = 1 is the order-0 floor.  The search is that of K-means with total variation for distance: rows go
 to their nearest centre, centres move to the TV barycentre of their rows, and neither step can raise the risk.
-It ends in a local optimum, so several seedings are tried; whatever is returned is attained by real proposals and
-is an upper bound.  One start more continues the best solution for K - 1, so the risk never rises with K.
+It ends in a local optimum, so several seedings are tried; the risk returned is attained by its centres, so it bounds
+the optimum from above.  One start more continues the best solution for K - 1, so the risk never rises with K.
 
 Twin: `fast/clusters.py`.  Tests: `tests/test_clusters.py`.
 """

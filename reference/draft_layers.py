@@ -13,7 +13,7 @@ whose attention sees features and rows at once.  With n = norm(x) of the block's
 A feature attends to nothing, so the keys and values of the context are computed once and only ever grow.  Layers may
 wrap both sublayers in short convolutions over the rows of the block; Gemma-4's norm and scale differently.
 
-Twin: `fast/drafters.py`.  Tests: `tests/test_drafters.py`.
+Twin: `fast/draft_layers.py`.  Tests: `tests/test_drafters.py`.
 """
 
 from functools import partial
@@ -25,7 +25,7 @@ from reference.draft_heads import silu
 
 
 class Backbone:
-    """Feature projection, layers and final norm.  Args as for `Drafter`; A blocks are run at a time."""
+    """Feature projection, layers and final norm, for A blocks side by side.  Args as for `Drafter`."""
 
     def __init__(self, config, tensors, embedding):
         self.config, self.tensors, self.embedding = config, tensors, embedding

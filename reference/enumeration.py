@@ -24,6 +24,7 @@ Twin: `fast/enumeration.py`.  Tests: `tests/test_enumeration.py` (brute-force fl
 """
 
 from dataclasses import dataclass
+from numbers import Integral
 
 import numpy as np
 
@@ -211,7 +212,7 @@ def check_enumeration(target, prefix, gamma, budget, cutoff):
     """The prefix of `enumerate_paths` as an array, or a ValueError that says which argument is wrong."""
     if gamma < 1:
         raise ValueError(f"block length gamma must be at least 1, got {gamma}")
-    if budget != int(budget) or budget < gamma - 1:
+    if not isinstance(budget, Integral) or budget < gamma - 1:
         raise ValueError(f"slots 1..{gamma - 1} need a whole budget of at least {gamma - 1} rows, got {budget}")
     if not 0 <= cutoff < 1:
         raise ValueError(f"cutoff must be a mass in [0, 1), got {cutoff}")

@@ -21,10 +21,11 @@ Twin: `fast/floors.py`.  Tests: `tests/test_floors.py` (closed forms, enumeratio
 """
 
 from dataclasses import dataclass, replace
+from numbers import Integral
 
 import numpy as np
 
-from reference.distance import barycentre, barycentre_risk
+from reference.distance import barycentre, barycentre_risk, distributions
 from reference.laws import truncate
 
 
@@ -36,8 +37,8 @@ class Floor:
     held_out    cross-fitted in both directions; leans high for the splittable cells, the only ones it is about;
                 None if there are none
     split       one direction only, fit on even and score on odd paths: the paper's T^(1)
-    lower       coverage interval [c T, c T + 1 - c], T = held_out (exact weights: T = fit): what T for all cells
-    upper       can be if the mass outside splittable cells has any floor from 0 to 1
+    lower,      [c T, c T + 1 - c], where the floor over all mass can lie if the mass that T does not stand for may
+    upper       have any floor; T = held_out, under exact or soft weights T = fit
     covered     c, share of the mass that the estimate stands for
     support     number of distinct prefixes
     """
@@ -86,14 +87,14 @@ def truncated_floor(slot, k, order=0):
         that cover a share c it is widened to [c lower, c upper + 1 - c].  `held_out` has no such band.  From order
         k on every floor is 0, whatever was read.
     """
-    rows, residual = truncate(slot.rows, k)
+    rows, residual = truncate(distributions(slot.rows), k)
     return band(slot, floor(replace(slot, rows=rows), order), residual, order)
 
 
 def cells_of(slot, order):
     """Which information cell each prefix is in: int [U], equal where the last `order` tokens agree."""
-    if order < 0:
-        raise ValueError(f"order must be 0 or more, got {order}")
+    if not isinstance(order, Integral) or order < 0:
+        raise ValueError(f"order must be a whole number, 0 or more, got {order}")
     return np.unique(slot.history(min(order, slot.index)), axis=0, return_inverse=True)[1].ravel()
 
 
@@ -123,19 +124,21 @@ def halve_paths(slot, cells):
 
 def summarise(slot, order, fit, held_out, split, covered):
     """Assemble a `Floor`: held_out and split count if `covered`, the share of splittable cells, is positive."""
-    if order >= slot.index:  # identity T_k^(k) = 0: nothing is left to condition on, split or not
-        held_out, split, covered = fit, fit, 1.0
-    elif not covered:
+    if order >= slot.index:  # identity T_k^(k) = 0: nothing is left to condition on, split or covered or not
+        return Floor(fit, fit, fit, 0.0, 0.0, 1.0, len(slot.rows))
+    if not covered:
         held_out = split = None
     exact = slot.path_node is None  # every cell is known as far as its weight goes, split or not
-    covered = slot.covered if exact or order >= slot.index else float(covered)
+    covered = slot.covered if exact else float(covered)
     lower = covered * (fit if exact or held_out is None else held_out)
     return Floor(fit, held_out, split, lower, lower + (1 - covered), covered, len(slot.rows))
 
 
 def band(slot, found, residual, order):
     """A floor on truncated rows with the band that the residual masses [U] leave for the fit on the full rows."""
+    if order >= slot.index:
+        return found
     weights, c = count_paths(slot), slot.covered
-    moved = float(weights @ residual / weights.sum()) if order < slot.index else 0.0
+    moved = float(weights @ residual / weights.sum())
     lower, upper = max(0.0, found.fit - moved), min(1.0, found.fit + moved)
     return replace(found, lower=c * lower, upper=c * upper + (1 - c), covered=c)

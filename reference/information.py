@@ -19,6 +19,7 @@ import numpy as np
 
 from reference.distance import distributions
 from reference.floors import cells_of
+from reference.stats import check_inclusion
 
 
 def mutual_information(slot, order=None):
@@ -59,12 +60,15 @@ def recovery(partial, whole, inclusion=None):
     Args: partial, I(Z_k; last m), and whole, I(Z_k; Z_<k), in nats: [n] over anchors or [n, slots] to pool slots;
         inclusion, pi [n], None = equal.
     Returns: float.  A single anchor's `whole` may be anything as long as the sum is positive.
-    Raises: ValueError if the shapes differ or there is nothing to recover.
+    Raises: ValueError if the shapes differ, something is not finite, an inclusion lies outside (0, 1], or there is
+        nothing to recover.
     """
     partial, whole = np.asarray(partial, dtype=np.float64), np.asarray(whole, dtype=np.float64)
-    weight = 1 / (np.ones(len(whole)) if inclusion is None else np.asarray(inclusion, dtype=np.float64))
-    if partial.shape != whole.shape or weight.shape != whole.shape[:1]:
-        raise ValueError(f"shapes differ: {partial.shape} of {whole.shape}, inclusion {weight.shape}")
+    weight = 1 / check_inclusion(np.ones(len(whole)) if inclusion is None else inclusion, len(whole))
+    if partial.shape != whole.shape:
+        raise ValueError(f"shapes differ: {partial.shape} of {whole.shape}")
+    if not (np.isfinite(partial).all() and np.isfinite(whole).all()):
+        raise ValueError("information must be finite; leave out an anchor where it is not")
     total = (weight @ whole).sum()
     if not total > 0:
         raise ValueError(f"nothing to recover: the missing information adds up to {total} nats")
@@ -140,7 +144,10 @@ def ce_realised(slot, token):
 
     Args: slot, a `Slot`; token, y_k.
     Returns: `RealisedLoss`.  Under exact weights nothing is sampled: value = plugin, relative_se 0.
+    Raises: ValueError for a token outside the vocabulary.
     """
+    if not 0 <= token < slot.rows.shape[1]:
+        raise ValueError(f"token {token} lies outside the vocabulary of {slot.rows.shape[1]}")
     return summarise_loss(slot, slot.rows[:, token])
 
 
@@ -158,7 +165,7 @@ def summarise_loss(slot, probs):
 def effective_support(weights, paths=None):
     """Collision-equivalent number of continuations 1 / sum_z p(z)^2 (App. B.6, D.1).
 
-    From sampled paths the collision probability is sum n (n - 1) / (M (M - 1)), which is unbiased.
+    From sampled paths the collision probability is sum n (n - 1) / (m (m - 1)) over the m paths alive: unbiased.
 
     Args: weights, [U], `Slot.weight`: the share of the M paths on each prefix, or its probability; paths, M, or
         None for probabilities.  Stopped paths have no prefix and do not count.

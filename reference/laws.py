@@ -8,6 +8,7 @@ Twin: `fast/laws.py`.  Tests: `tests/test_laws.py`.
 """
 
 from dataclasses import dataclass
+from numbers import Integral
 
 import numpy as np
 
@@ -27,7 +28,7 @@ class SamplingLaw:
     def __post_init__(self):
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be finite and at least 0, got {self.temperature}")
-        if self.top_k != int(self.top_k) or self.top_k < 0:
+        if not isinstance(self.top_k, Integral) or self.top_k < 0:
             raise ValueError(f"top_k must be a whole number, 0 (off) or more, got {self.top_k}")
         if not 0 <= self.top_p <= 1:
             raise ValueError(f"top_p must lie in [0, 1], got {self.top_p}")
@@ -40,7 +41,8 @@ def warp(logits, law=SamplingLaw()):
         falling order of p, is below top_p (the first is always kept); divide by what is left.
 
     Ties are kept lowest id first.  The mass before j is counted before any renormalisation, so top_k 3 with
-    top_p 0.82 on (.5, .3, .15, .05) keeps three tokens (App. C.7; Sec. B.3 for "one law for everything").
+    top_p 0.82 on (.5, .3, .15, .05) keeps three tokens (App. C.7, where this one law draws the paths and is read along
+    them).
 
     Args: logits, float [..., V]; -inf marks a forbidden token.
     Returns: probabilities, float64 [..., V], each row summing to one.
@@ -78,15 +80,21 @@ def truncate(rows, k):
 
     Args: rows, float [U, V]; k, how many entries to keep (ties: lowest ids).
     Returns: (rows renormalised on their k largest, float64 [U, V]; residual mass, float64 [U]).
+    Raises: ValueError for a bad k, or naming a row that has no mass.
     """
-    if k < 1:
-        raise ValueError(f"k must be at least 1, got {k}")
+    if not isinstance(k, Integral) or k < 1:
+        raise ValueError(f"k must be a whole number of at least 1, got {k}")
     rows = np.asarray(rows, dtype=np.float64)
+    total = rows.sum(axis=-1)
+    bad = ~((total > 0) & (total < np.inf))
+    if bad.any():
+        worst = int(bad.argmax())
+        raise ValueError(f"row {worst} cannot be renormalised: its mass is {total[worst]}")
     order = np.argsort(-rows, axis=-1, kind="stable")[..., :k]
     kept = np.zeros_like(rows)
     np.put_along_axis(kept, order, np.take_along_axis(rows, order, axis=-1), axis=-1)
     mass = kept.sum(axis=-1)
-    return kept / mass[..., None], np.maximum(rows.sum(axis=-1) - mass, 0)
+    return kept / mass[..., None], np.maximum(total - mass, 0)
 
 
 def draw(rows, uniforms, which=None):

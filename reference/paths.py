@@ -56,7 +56,7 @@ class Slot:
     index       k, 0..gamma-1
     parent      int [U], each prefix's position among the previous slot's prefixes (-1 at slot 0)
     token       int [U], Z_{k-1}, the token that leads here (at slot 0 the last token of X)
-    weight      float [U], share of the M paths (sampled) or exact probability (enumerated); sums to `alive`
+    weight      float [U], share of the M paths (sampled) or exact probability (enumerated); sums to `covered` x `alive`
     rows        float [U, V], p_k under the sampling law
     past        int [U, L + k], the last L tokens of X followed by Z_<k
     alive       share of paths that have not stopped before this slot
@@ -150,13 +150,13 @@ def check_answers(target, prompts, uniforms):
     return [check_tokens(prompt, target.vocab_size) for prompt in prompts], uniforms
 
 
-def check_tokens(tokens, vocab_size):
+def check_tokens(tokens, vocab_size, name="prefix"):
     """Token ids as int64 [n], or a ValueError if there are none or some lie outside the vocabulary."""
     tokens = np.array(tokens, dtype=np.int64)
     if tokens.ndim != 1 or not tokens.size:
-        raise ValueError("a prefix needs at least one token")
+        raise ValueError(f"a {name} needs at least one token")
     if tokens.min() < 0 or tokens.max() >= vocab_size:
-        raise ValueError(f"the prefix holds token ids outside the vocabulary of {vocab_size}")
+        raise ValueError(f"the {name} holds token ids outside the vocabulary of {vocab_size}")
     return tokens
 
 

@@ -29,7 +29,7 @@ from reference.laws import SamplingLaw
 from reference.records import RecordError, RecordFile, read
 
 ITEM_SIZE = {"bfloat16": 2, "float32": 4, "float64": 8}
-ANSWER_TOKENS = 2048
+ANCHORS, ANSWER_TOKENS = 96, 2048
 ERRORS = (CheckpointError, ConfigError, TextError, RecordError, ValueError)
 
 
@@ -39,6 +39,8 @@ def main(options, draw=report.plot):
         run(options, draw)
     except ERRORS as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("stopped; the same command goes on where it was")
 
 
 def run(options, draw):
@@ -48,7 +50,8 @@ def run(options, draw):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
     law = SamplingLaw(options.temperature, options.top_k, options.top_p)
-    anchors = min(options.anchors, options.limit or options.anchors)
+    anchors = options.anchors or ANCHORS
+    anchors = min(anchors, options.limit or anchors)
     snapshot = None if options.target == "toy" else locate(options.target, revision=options.revision)
     config = snapshot and DecoderConfig.from_folder(snapshot.folder)
     answer_tokens = options.answer_tokens
@@ -60,9 +63,17 @@ def run(options, draw):
     if "response" in design.also and not options.drafter:
         raise ValueError("--also response is about a drafter: give one")
     backend, device, dtype = choose_backend(options)
+    if options.anchors_from:
+        for name in ("limit", "anchors", "domains", "prompts", "prompt_tokens"):
+            if getattr(options, name):
+                raise ValueError(
+                    f"--{name.replace('_', '-')} means nothing with --anchors-from: all its anchors are measured"
+                )
     if options.plot:
+        if options.out and options.plot.resolve() == options.out.resolve():
+            raise ValueError(f"--plot {options.plot} is the record file of --out; give the figure a name of its own")
         report.check_plot(options.plot)
-    source = read(options.anchors_from)[1] if options.anchors_from else None
+    origin, source = read(options.anchors_from) if options.anchors_from else ({}, None)
     if snapshot is None:
         target, prompts, special_ids, about = load_toy(options, design)
     else:
@@ -75,6 +86,12 @@ def run(options, draw):
         **about, **({"drafters": origins} if origins else {}),
     }  # fmt: skip
     if source is not None:
+        for name in ("target", "revision"):
+            if origin.get(name) != provenance[name]:
+                raise RecordError(
+                    f"{options.anchors_from} holds answers of {name} {origin.get(name)}, not {provenance[name]}: "
+                    "anchors lie in the target's own text"
+                )
         provenance["prompts"] = sha([row for row in source if row["kind"] != "anchor"])
     out = options.out or default_out(options, provenance)
     with RecordFile(out, provenance) as records:
@@ -90,10 +107,12 @@ def run(options, draw):
         )  # fmt: skip
     summary = report.summarise(*read(out))
     say(report.table(summary))
-    if options.plot:
-        draw(summary, options.plot)
-        say(f"figure: {options.plot}")
-    print(report.last_line(summary))
+    try:
+        if options.plot:
+            draw(summary, options.plot)
+            say(f"figure: {options.plot}")
+    finally:
+        print(report.last_line(summary))
 
 
 def default_out(options, provenance):
@@ -124,6 +143,8 @@ def load_drafters(options, design, backend, device, dtype, target, say):
     """The drafters of --drafter: ({name: drafter}, {name: what identifies it}), both empty without the flag."""
     drafters, origins = {}, {}
     for name in options.drafter:
+        if name in drafters:
+            raise ValueError(f"drafter {name} is given twice")
         if options.target == "toy":
             known = study_drafters(backend, design.gamma)
             if name not in known:
@@ -194,7 +215,7 @@ def parser(doc):
         metavar="N",
         help="leave out prompts longer than this (default: what the model holds)",
     )
-    add("--anchors", type=int, default=96, help="anchors, and prompts, per domain (default %(default)s)")
+    add("--anchors", type=int, help=f"anchors, and prompts, per domain (default {ANCHORS})")
     add("--paths", type=int, default=256, metavar="M", help="continuations per anchor (default %(default)s)")
     add("--gamma", type=int, default=7, help="block length (default %(default)s)")
     add("--answer-tokens", type=int, metavar="N",

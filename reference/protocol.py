@@ -12,6 +12,7 @@ backends, handed over as a module, follow the same paths.  Tests: `tests/test_pr
 
 import hashlib
 from dataclasses import asdict, dataclass, field, fields
+from numbers import Integral
 
 import numpy as np
 from tqdm import tqdm
@@ -42,8 +43,8 @@ class Design:
 
     def __post_init__(self):
         for name, least in (("anchors", 1), ("paths", 2), ("gamma", 1), ("answer_tokens", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+            if not isinstance(value := getattr(self, name), Integral) or value < least:
+                raise ValueError(f"{name} must be a whole number of at least {least}, got {value}")
         for name in self.also:
             if name not in ALSO:
                 raise ValueError(f"{name!r} cannot be measured as well; what can is {', '.join(ALSO)}")
@@ -136,7 +137,9 @@ def adopt(source, design, records):
 
 
 def check_prompts(prompts):
-    """Refuse what would mix up records: an id given twice, a domain named like a mean over domains."""
+    """Refuse no prompts, and what would mix up records: an id given twice, a domain named like a mean over domains."""
+    if not prompts:
+        raise ValueError("there are no prompts to measure; give at least one")
     seen = set()
     for prompt in prompts:
         if prompt.id in seen:

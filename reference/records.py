@@ -41,8 +41,10 @@ class RecordFile:
             lines = self._file.read()
             if lines:
                 found, self.rows = parse(lines, self.path)
+            if self.rows:
                 _check_same(found, json.loads(_line({"kind": "provenance", **provenance})), self.path)
-            else:
+            else:  # new, or refused before anything was measured
+                self._file.truncate(0)
                 self._write({"kind": "provenance", **provenance})
         except BaseException:
             self._file.close()
@@ -64,9 +66,14 @@ class RecordFile:
         self.close()
 
     def _write(self, row):
-        self._file.write(_line(row))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        try:
+            self._file.write(_line(row))
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise RecordError(
+                f"{self.path} cannot be written: {error.strerror}; what is finished is kept, the same command goes on"
+            ) from None
 
     def _repair(self):
         """Cut off a last line without its line break: the run was stopped while writing it."""

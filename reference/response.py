@@ -34,7 +34,7 @@ class BlockPaths:
     token         Z_k of each path
     target_p      p_k(Z_k)
     draft_p       q_k(Z_k), the drafter's proposal at the same token
-    predecessor   Z_{k-1}; at slot 0 the last token of X
+    predecessor   what the proposal sees of the block, as a label; for order 1 the token Z_{k-1}
     alive         False once a path has stopped; its other entries are then ignored and its accept factor is 0
     """
 
@@ -111,6 +111,8 @@ def credit(factors, slot):
     Args: factors, accept factors [M, gamma]; slot k.
     """
     factors = np.asarray(factors, dtype=np.float64)
+    if not 0 <= slot < factors.shape[1]:
+        raise ValueError(f"slot {slot} lies outside a block of {factors.shape[1]}")
     arrive = onward = np.ones(len(factors))
     for j in range(slot):
         arrive = arrive * factors[:, j]

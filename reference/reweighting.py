@@ -74,9 +74,10 @@ def soft_floor(target, prefix, slot_index, uniforms, law=SamplingLaw(), *, budge
     Returns: `Floor`.  `covered` is the share c of the mass that was read, `fit` (leans low) its floor, and
         [lower, upper] = [c fit, c fit + 1 - c].  `held_out` (leans high) fits on one half of the paths and scores
         on the other.  0 at slots 0 and 1, where one token is the whole history.
-    Raises: ValueError if no path reaches slot k.
+    Raises: ValueError for a bad argument, or if no path reaches slot k.
     """
     if slot_index < 2:
+        check_soft(target, prefix, slot_index, uniforms, budget, cutoff)
         return Floor(0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1)
     return floor(soften(target, prefix, slot_index, uniforms, law, budget=budget, cutoff=cutoff), 1)
 
@@ -110,7 +111,7 @@ def soften(target, prefix, slot_index, uniforms, law=SamplingLaw(), *, budget=10
 
     Arguments as in `soft_floor`, slot_index at least 1.  Returns: `WeightedSlot`, to be read by any estimator.
     """
-    prefix = check_enumeration(target, prefix, 2, budget, cutoff)
+    prefix = check_soft(target, prefix, slot_index, uniforms, budget, cutoff)
     slot, node, session = reach(walk, target, prefix, slot_index - 1, uniforms, law)
     mass = continuations(slot.weight, slot.rows, target.stop_ids)
     kept = heaviest(mass.ravel(), budget, cutoff * mass.sum())
@@ -130,9 +131,7 @@ def soften(target, prefix, slot_index, uniforms, law=SamplingLaw(), *, budget=10
 def reach(walk, target, prefix, slot_index, uniforms, law):
     """Walk to a slot in a session that can be grown further: (slot, ids of its nodes, session)."""
     prefix = check_tokens(prefix, target.vocab_size)
-    uniforms = np.asarray(uniforms, dtype=np.float64)
-    if uniforms.ndim != 2 or uniforms.shape[1] <= slot_index:
-        raise ValueError(f"a walk to slot {slot_index} needs uniforms [M, {slot_index + 1}], got {uniforms.shape}")
+    uniforms = check_uniforms(uniforms, slot_index + 1)
     session, nodes = target.open(prefix), 0
     held = SimpleNamespace(vocab_size=target.vocab_size, stop_ids=target.stop_ids, open=lambda _: session)
     for slot in walk(held, prefix, slot_index + 1, uniforms[:, : slot_index + 1], law):
@@ -150,9 +149,25 @@ def weigh(slot_index, rows, past, share, halves, likelihood, paths):
     return WeightedSlot(slot_index, parent, past[:, -1], weight, rows, past, alive, halves=halves, ess=ess)
 
 
+def check_soft(target, prefix, slot_index, uniforms, budget, cutoff):
+    """The prefix of `soft_floor` as an array, or a ValueError that says which argument is wrong."""
+    if slot_index < 0:
+        raise ValueError(f"the slots of a block count from 0, got {slot_index}")
+    check_uniforms(uniforms, slot_index)
+    return check_enumeration(target, prefix, 2, budget, cutoff)
+
+
+def check_uniforms(uniforms, slots):
+    """Uniforms that draw the paths' tokens at so many slots or more, as an array, or a ValueError."""
+    uniforms = np.asarray(uniforms, dtype=np.float64)
+    if uniforms.ndim != 2 or not len(uniforms) or uniforms.shape[1] < slots:
+        raise ValueError(f"the walk needs uniforms [M, n] with M >= 1 and n >= {slots}, got {uniforms.shape}")
+    return uniforms
+
+
 def check_suffix(target, suffix, slot_index):
     """The suffix as an array, or a ValueError that says why it cannot precede the slot."""
-    suffix = check_tokens(suffix, target.vocab_size)
+    suffix = check_tokens(suffix, target.vocab_size, "suffix")
     if len(suffix) > slot_index:
         raise ValueError(f"a suffix of {len(suffix)} tokens is longer than the {slot_index} before slot {slot_index}")
     if np.isin(suffix, list(target.stop_ids)).any():

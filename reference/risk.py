@@ -4,7 +4,7 @@ The risk of a proposal at slot k is its expected total variation to the target r
 
     R_k = E[ TV(p_k, q_k) ]                                       (paper Sec. 2, App. B.5)
 
-and what it exceeds the floor by is the model gap G = R - T.  A proposal of order 1 also reads a predecessor, and
+and the rest above the floor is the model gap G = R - T.  A proposal of order 1 also reads a predecessor, and
 there are two to give it: the token Z_{k-1} that the target realised (R^oracle, which the order-1 floor bounds) or
 a token a of its own drafting, which the target path knows nothing of:
 
@@ -91,6 +91,7 @@ def paired_self_risk(slot, conditionals, predecessors):
 
     Args: slot, sampled; conditionals as for `self_risk`; predecessors int [M], a^(r)_{k-1} of each path.
     Returns: float in [0, 1].
+    Raises: ValueError for a predecessor of a living path that is no token, and as `self_risk`.
     """
     if slot.path_node is None or np.shape(predecessors) != slot.path_node.shape:
         raise ValueError(f"every sampled path needs one predecessor, got shape {np.shape(predecessors)}")
@@ -137,6 +138,10 @@ def _risks_after(slot, conditionals, predecessors):
 
 
 def _rows_after(conditionals, predecessors):
+    count = np.inf if callable(conditionals) else len(conditionals)
+    outside = (predecessors < 0) | (predecessors >= count)
+    if outside.any():
+        raise ValueError(f"predecessor {int(predecessors[outside][0])} is no token that has a proposal")
     rows = conditionals(predecessors) if callable(conditionals) else np.asarray(conditionals)[predecessors]
     if len(rows) != len(predecessors):
         raise ValueError(f"{len(predecessors)} predecessors need as many rows, got {len(rows)}")

@@ -44,7 +44,7 @@ class Sample:
         for domain in np.unique(self.domains):  # an unfinished run is a further, random sampling stage
             here = self.domains == domain
             self.inclusion[here] *= here.sum() / plan[domain]["anchors"]
-        self.drafters = sorted({name for row in anchors for name in row.get("drafters", {})})
+        self.drafters = list(dict.fromkeys(name for row in anchors for name in row.get("drafters", {})))
 
     def __contains__(self, entry):
         """Whether some anchor has this entry; one whose paths all stopped early lacks those of later slots."""

@@ -164,6 +164,8 @@ def accepted_length(reach, weights=None):
 def accepted_length_product(risks, alive=None):
     """Accepted length if acceptances were independent: 1 + sum_k alive_k prod_{i<=k} (1 - R_i) (paper F.2).
 
+    Independent of each other and of stopping.  The paper has no alive_k; without stops the two agree.
+
     Args: risks, R_k [gamma], pooled; alive, share of the paths that reach each slot [gamma] (None = all).
     Returns: float.
     """
@@ -193,13 +195,14 @@ def serving_risk(serving, weights=None):
 def dependence(serving, weights=None):
     """How far acceptances hang together: D_k = S_k / (alive_k prod_{i<=k} (1 - R_i)), pooled (paper F.2).
 
-    1 if slots accept independently.  Two anchors, one easy and one hard, push D above 1 without any dependence
-    inside either, so it is split into factors,
+    1 if slots accept independently of each other and of stopping.  Two anchors, one easy and one hard, push D above
+    1 without any dependence inside either, so it is split into factors,
 
         within  = sum_i w_i S_ik / sum_i w_i P_ik       with P_ik = alive_ik prod_{j<=k} (1 - R_ij),
         between = mean_i P_ik / (alive_k prod_{j<=k} (1 - R_j))       on the pooled alive share and risks.
 
-    The alive share (1 without stops) keeps stopping from being read as dependence.
+    The paper's D has no alive_k; without stops the two agree.  A stop token that is accepted more rarely or more often
+    than others still shows.
 
     Args: as for `serving_risk`.  Returns: `Dependence`; NaN where nothing is ever accepted.
     """

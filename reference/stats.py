@@ -125,13 +125,26 @@ def hajek(values, inclusion):
 
 
 def hajek_sums(values, inclusion):
-    """Each anchor's part (y / pi, 1 / pi) in a Hajek mean: two arrays [N, ...], zero where y is NaN."""
-    values, inclusion = np.asarray(values, dtype=np.float64), np.asarray(inclusion, dtype=np.float64)
-    if not ((inclusion > 0) & (inclusion <= 1)).all():
-        raise ValueError("inclusion probabilities must lie in (0, 1]")
+    """Each anchor's part (y / pi, 1 / pi) in a Hajek mean: two arrays [N, ...], zero where y is NaN.
+
+    The change of paired values, such as floors of the same anchors from M and from 4M paths, is the Hajek mean of
+    their difference: `hajek_sums(after - before, inclusion)`.
+    """
+    values = np.asarray(values, dtype=np.float64)
+    inclusion = check_inclusion(inclusion, len(values))
     weight = (1 / inclusion).reshape(-1, *[1] * (values.ndim - 1))
     present = ~np.isnan(values)
     return np.where(present, values, 0) * weight, present * weight
+
+
+def check_inclusion(inclusion, count):
+    """Inclusion probabilities as float64 [count], or a ValueError if they are not as many or lie outside (0, 1]."""
+    inclusion = np.asarray(inclusion, dtype=np.float64)
+    if inclusion.shape != (count,):
+        raise ValueError(f"{count} anchors need as many inclusion probabilities, got shape {inclusion.shape}")
+    if not ((inclusion > 0) & (inclusion <= 1)).all():
+        raise ValueError("inclusion probabilities must lie in (0, 1]")
+    return inclusion
 
 
 def prompt_bootstrap(numerator, denominator, prompts, *, strata=None, combine=None, replicates=10_000, seed=20260818):
@@ -140,9 +153,6 @@ def prompt_bootstrap(numerator, denominator, prompts, *, strata=None, combine=No
     Statistic: sum(numerator) / sum(denominator), column by column - a Hajek mean with the two arrays of
     `hajek_sums`, a ratio of Hajek means with two numerators.  With `strata` it is the mean of the strata's ratios
     (equal-domain means), prompts being resampled within their stratum; `combine` replaces that mean.
-
-    The change of paired values, such as floors of the same anchors from M and from 4M paths, is the Hajek mean of
-    their difference: `hajek_sums(after - before, inclusion)`.
 
     Whole prompts are drawn with replacement, as many as there are (in each stratum).  How often each is drawn is a
     multinomial count, so all replicates are one product of a matrix of counts [replicates, prompts] with the

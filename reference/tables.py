@@ -4,6 +4,7 @@ Every number is a Hajek mean over anchors, or a ratio of two such sums, with the
 bootstrap; a difference or a share is formed inside each replicate.  A table is there if the run measured what it
 needs (`protocol.Design.also`, drafters), and is left out otherwise.
 
+    intervals       floors of order 0 and 1, share removed                 Table 3
     drafter         risk, floor, gap, exposure per slot                    Tables 5, 6
     versus          paired differences between two drafters                Table 12
     serving         free and serving risk, and why they differ             Table 7, App. F.1
@@ -12,8 +13,8 @@ needs (`protocol.Design.also`, drafters), and is left out otherwise.
     recovery        share of the missing information m tokens recover      Table 4
     estimators      the order-1 floor in several ways                      App. B.3, C.2
     concentration   which anchors carry the floor                          Sec. 3.1, App. D.1
-    truncation, ladder, k_median                                           App. C.3, C.6, D.2
-    compare         two record files on the same anchors                   App. C.4, C.6, C.7
+    truncation, ladder, k_median                                           App. C.6, C.3, D.2
+    compare         two record files on the same anchors                   App. C.3, C.4, C.7
 
 Tests: `tests/test_tables.py`.
 """
@@ -42,6 +43,7 @@ def tables(anchors, plan, replicates=10_000):
         out["accepted length"] = lengths(sample)
     for a, b in combinations(sample.drafters, 2):
         out[f"versus {a} {b}"] = versus(sample, a, b)
+    out["intervals"] = intervals(sample)
     for name, needs, build in (
         ("concentration", ["support"], concentrations),
         ("recovery", ["information"], recovery), ("information", ["information"], information),
@@ -203,17 +205,39 @@ def recovery(sample):
 
 
 def information(sample):
-    """What the block's own tokens tell, in nats: divergence form, and from the one realised token (App. A.3)."""
+    """What the block's own tokens tell, in nats: divergence form, and from the one realised token (App. A.3).
+
+    An anchor whose realised token has no mass on any path is left out of the cross-entropies, and those are counted:
+    under a truncating law this makes them lean low.
+    """
     names = ("whole", "order1", "blind", "realised", "commit")
     whole, first, blind, realised, commit = (sample.column("information", n) for n in names)
+    both = 0 * (blind + realised)  # an infinite loss takes its anchor out of every cross-entropy
+    endless = (np.isnan(commit) & ~np.isnan(both)).any(axis=0)  # infinite at one anchor, infinite on average
+    commit = np.where(endless, np.nan, commit + both)
     loss = sample.mean(blind - realised)[0]
-    means = sample.mean(whole, first, realised, blind, commit)
+    means = sample.mean(whole, first, realised + both, blind + both, commit)
     return by_slot(
         "missing information in nats",
         {
             "I(whole)": means[0].value, "I 95%": ends(means[0]), "I(last 1)": means[1].value, "CE_A": means[2].value,
             "CE_B": means[3].value, "CE_commit": means[4].value, "CE_B - CE_A": loss.value,
-            "one token: 95%": ends(loss),
+            "one token: 95%": ends(loss), "anchors": (~np.isnan(both)).sum(axis=0),
+        },
+    )  # fmt: skip
+
+
+def intervals(sample):
+    """Floors, and the share of T0 that one token removes, with their intervals (Table 3)."""
+    t0, t1 = sample.column("order0", "fit"), sample.column("order1", "held_out")
+    (zero,) = sample.mean(t0)
+    both = [sample.sums(t1 + 0 * t0), sample.sums(t0 + 0 * t1)]  # the same anchors above and below
+    one, removed = sample.statistic(both, lambda m: [m[0], np.where(m[1] > 0, 1 - m[0] / m[1], np.nan)])
+    return by_slot(
+        "floors and the share of T0 that one token removes",
+        {
+            "T0": zero.value, "T0 95%": ends(zero), "T1 cross-fit": one.value, "T1 95%": ends(one),
+            "removed": removed.value, "removed 95%": ends(removed),
         },
     )  # fmt: skip
 
@@ -245,12 +269,16 @@ def estimators(sample):
     }  # fmt: skip
     found = {label: sample.column(*path) for label, path in columns.items()}
     found = {label: values for label, values in found.items() if not np.isnan(values).all()}
-    means = sample.mean(*found.values())
-    return by_slot("order-1 floor by several estimators", {n: m.value for n, m in zip(found, means, strict=True)})
+    out = {n: m.value for n, m in zip(found, sample.mean(*found.values()), strict=True)}
+    for label in ("soft held out", "reweighted held out"):
+        if label in found:
+            change = sample.mean(found[label] - found["cross-fit"])[0]  # over the anchors that have both
+            out |= {f"{label} - cross-fit": change.value, f"{label} 95%": ends(change)}
+    return by_slot("order-1 floor by several estimators", out)
 
 
 def truncation(sample):
-    """Floors read on the largest probabilities only, against the full read (App. C.3)."""
+    """Floors read on the largest probabilities only, against the full read (App. C.6)."""
     columns = {}
     for order in ORDERS:
         full = sample.column(f"order{order}", "fit")
@@ -264,7 +292,7 @@ def truncation(sample):
 
 
 def ladder(sample):
-    """Do the floors move between a quarter of the paths and all of them? (App. C.6)"""
+    """Do the floors move between a quarter of the paths and all of them? (App. C.3)"""
     columns = {}
     for label, order, field in (("T0 fit", 0, "fit"), ("T1 plug-in", 1, "fit"), ("T1 cross-fit", 1, "held_out")):
         few, all_ = sample.column(f"quarter{order}", field), sample.column(f"order{order}", field)
@@ -288,7 +316,7 @@ def k_medians(sample):
 
 
 def compare(first, second, replicates=10_000):
-    """Two runs on the same anchors, second minus first: another law, more paths, other drafters (App. C.4, C.6, C.7).
+    """Two runs on the same anchors, second minus first: another law, more paths, other drafters (App. C.3, C.4, C.7).
 
     Args: first, second: (provenance, rows) of the record files.
     Returns: {name: Table}, over the anchors and slots that both have.

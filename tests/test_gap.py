@@ -13,11 +13,12 @@ from reference.records import RecordFile, read
 from tests.agreement import TOLERANCES, assert_agree
 from tests.dialects import CASES, on_bf16_grid, save, write_drafter
 
-FLAGS = ["--target", "toy", "--anchors", "2", "--paths", "16", "--gamma", "3", "--quiet"]
+FLAGS = ["--target", "toy", "--paths", "16", "--gamma", "3", "--quiet"]
 
 
 def run(out, capsys, *more, backend="reference", example=gap_qwen3_4b):
-    example.main([*FLAGS, "--backend", backend, "--out", str(out), *more])
+    some = [] if "--anchors-from" in more else ["--anchors", "2"]
+    example.main([*FLAGS, *some, "--backend", backend, "--out", str(out), *more])
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
@@ -78,12 +79,44 @@ def test_a_figure(tmp_path, capsys):
     assert (tmp_path / "gaps.png").stat().st_size > 1000
 
 
+def test_a_figure_of_one_prompt_has_no_intervals(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    options = ["--drafter", "chained", "--limit", "1", "--domains", "open", "--plot", str(tmp_path / "gaps.png")]
+    assert run(tmp_path / "a", capsys, *options)["anchors"] == 1
+    assert (tmp_path / "gaps.png").stat().st_size > 1000
+
+
+def test_the_figure_does_not_take_the_place_of_the_records(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="is the record file"):
+        run(tmp_path / "a.png", capsys, "--drafter", "chained", "--plot", str(tmp_path / "a.png"))
+
+
+def test_answers_of_another_target_are_refused(tmp_path, capsys):
+    run(tmp_path / "a", capsys, "--drafter", "chained")
+    text = (tmp_path / "a").read_text().replace('"target":"toy"', '"target":"Qwen/Qwen3-4B"')
+    (tmp_path / "b").write_text(text)
+    with pytest.raises(SystemExit, match="holds answers of target Qwen/Qwen3-4B, not toy"):
+        run(tmp_path / "c", capsys, "--anchors-from", str(tmp_path / "b"), "--drafter", "chained")
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_refused_run_does_not_stand_in_the_way(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="no position can be an anchor"):
+        run(tmp_path / "a", capsys, "--drafter", "chained", "--gamma", "600", "--answer-tokens", "20")
+    with pytest.raises(SystemExit, match=r"another design\.gamma"):  # its answers are kept
+        run(tmp_path / "a", capsys, "--drafter", "chained")
+    (tmp_path / "b").write_bytes((tmp_path / "a").read_bytes().splitlines(keepends=True)[0])
+    assert run(tmp_path / "b", capsys, "--drafter", "chained")["anchors"] == 4
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
         (["--drafter", "tall"], "the toy has no drafter 'tall'; it has parallel, chained"),
         (["--drafter", "chained", "--also", "response", "--paths", "4"], "response needs at least 8 paths"),
         (["--anchors-from", "nowhere.jsonl", "--drafter", "chained"], "nowhere.jsonl: No such file"),
+        (["--anchors-from", "a", "--limit", "1", "--drafter", "chained"], "--limit means nothing with --anchors-from"),
+        (["--drafter", "chained", "chained"], "drafter chained is given twice"),
     ],
 )
 def test_bad_commands_are_told_what_to_do(tmp_path, capsys, options, complaint):

@@ -208,8 +208,8 @@ def floor_term(name):
 def test_every_table_is_there(found):
     per_drafter = ("drafter", "serving", "dependence", "responses", "sweeps")
     assert set(found) == {f"{table} {name}" for table in per_drafter for name in DRAFTERS} | {
-        "accepted length", "versus chained parallel", "versus chained whole", "versus parallel whole", "recovery",
-        "information", "estimators", "concentration", "truncation", "ladder", "k_median",
+        "accepted length", "versus parallel chained", "versus chained whole", "versus parallel whole", "recovery",
+        "intervals", "information", "estimators", "concentration", "truncation", "ladder", "k_median",
     }  # fmt: skip
 
 
@@ -237,7 +237,7 @@ def test_risk_is_floor_plus_gap(rows, found, name):
         assert t is r is g is None or assert_cell(t + g, r) is None
 
 
-@pytest.mark.parametrize(("a", "b"), [("chained", "parallel"), ("chained", "whole"), ("parallel", "whole")])
+@pytest.mark.parametrize(("a", "b"), [("parallel", "chained"), ("chained", "whole"), ("parallel", "whole")])
 def test_two_drafters_are_compared_on_the_anchors_that_have_both(rows, found, a, b):
     risk, own = ([of(name, field) for name in (a, b)] for field in ("risk", "self_risk"))
     change = over(term(lambda x, y: y - x, *risk))
@@ -308,8 +308,8 @@ def test_dependence(rows, found, name):
 
 def test_accepted_length(rows, found):
     columns = columns_of(found["accepted length"])
-    assert columns["drafter"] == sorted(DRAFTERS)
-    for i, name in enumerate(sorted(DRAFTERS)):
+    assert columns["drafter"] == list(DRAFTERS)
+    for i, name in enumerate(DRAFTERS):
 
         def tau(row, _, name=name):
             parts = [survival(name)(row, k) for k in range(GAMMA)]
@@ -408,12 +408,41 @@ def test_information(rows, found):
     def part(name):
         return mean("information", name)
 
-    missing = over(term(lambda b, y: b - y, ("information", "blind"), ("information", "realised")))
+    both = ("information", "blind"), ("information", "realised")
+    missing = over(term(lambda b, y: b - y, *both))
     expected = {
-        "I(whole)": part("whole"), "I 95%": part("whole"), "I(last 1)": part("order1"), "CE_A": part("realised"),
-        "CE_B": part("blind"), "CE_commit": part("commit"), "CE_B - CE_A": missing, "one token: 95%": missing,
+        "I(whole)": part("whole"), "I 95%": part("whole"), "I(last 1)": part("order1"),
+        "CE_A": over(term(lambda b, y: y, *both)), "CE_B": over(term(lambda b, y: b, *both)),
+        "CE_commit": over(term(lambda b, y, c: c, *both, ("information", "commit"))), "CE_B - CE_A": missing,
+        "one token: 95%": missing,
     }  # fmt: skip
-    assert_slots(found["information"], rows, expected)
+    table = found["information"]
+    counts = [row[-1] for row in table.rows]
+    assert_slots(Table(table.title, table.columns[:-1], [row[:-1] for row in table.rows]), rows, expected)
+    assert table.columns[-1] == "anchors"
+    assert counts == [sum(None not in (at(r, k, *both[0]), at(r, k, *both[1])) for r in rows) for k in range(GAMMA)]
+
+
+def test_an_infinite_loss_takes_its_anchor_out_of_every_cross_entropy():
+    # was once: CE_B, CE_A and their difference were means over different anchors, and CE_commit below CE_B
+    rows = finished()
+    rows[0]["information"]["blind"][1] = rows[1]["information"]["commit"][1] = None
+    columns = columns_of(tables(rows, PLAN, REPLICATES)["information"])
+    for blind, realised, change in zip(*(columns[c] for c in ("CE_B", "CE_A", "CE_B - CE_A")), strict=True):
+        assert_cell(change, blind - realised)
+    assert columns["CE_commit"][1] is None
+    assert columns["anchors"][1] == columns["anchors"][0] - 1
+
+
+def test_intervals(rows, found):
+    t1, t0 = ("order1", "held_out"), ("order0", "fit")
+    one, zero = over(term(lambda a, b: a, t1, t0)), over(term(lambda a, b: b, t1, t0))
+    removed = combined(lambda a, b: 1 - a / b, one, zero)
+    expected = {
+        "T0": mean(*t0), "T0 95%": mean(*t0), "T1 cross-fit": one, "T1 95%": one, "removed": removed,
+        "removed 95%": removed,
+    }  # fmt: skip
+    assert_slots(found["intervals"], rows, expected)
 
 
 def test_estimators(rows, found):
@@ -424,6 +453,9 @@ def test_estimators(rows, found):
         "soft upper": mean("soft", "upper"), "reweighted": mean("suffix1", "fit"),
         "reweighted held out": mean("suffix1", "held_out"), "ESS": mean("suffix1", "ess"),
     }  # fmt: skip
+    for label, entry in (("soft held out", "soft"), ("reweighted held out", "suffix1")):
+        change = over(term(lambda a, b: a - b, (entry, "held_out"), ("order1", "held_out")))
+        expected |= {f"{label} - cross-fit": change, f"{label} 95%": change}
     assert_slots(found["estimators"], rows, expected)
 
 
@@ -565,7 +597,7 @@ def test_rows_without_drafters_or_companions_have_no_tables():
     rows = finished()
     floors_only = [{n: v for n, v in row.items() if n in ("domain", "prompt", "inclusion", "alive", "order0", "order1")}
                    for row in rows]  # fmt: skip
-    assert tables(floors_only, PLAN, REPLICATES) == {}
+    assert list(tables(floors_only, PLAN, REPLICATES)) == ["intervals"]
 
 
 def test_an_anchor_that_stops_at_once_takes_no_table_away():
@@ -681,7 +713,7 @@ def test_compare_pairs_the_anchors_that_both_runs_have():
         pair["inclusion"] *= counts[pair["domain"]] / PLAN[pair["domain"]]["anchors"]
     found = compare(run_of(first), run_of(second), REPLICATES)
     paths = {"T0 fit": ("order0", "fit"), "T1 cross-fit": ("order1", "held_out")}
-    for name in ("chained", "parallel"):
+    for name in ("parallel", "chained"):
         paths |= {f"R {name}": of(name, "risk"), f"R self {name}": of(name, "self_risk")}
     del paths["R self parallel"]
     assert list(found) == list(paths)
