@@ -134,7 +134,7 @@ def _fetch(name: str, revision: str | None) -> Path:
     download = partial(
         snapshot_download, name, revision=revision, allow_patterns=HUB_FILES, ignore_patterns=HUB_LEFT_OUT
     )
-    local = "pass a local folder with --target FOLDER"
+    local = "name a local folder"
     try:
         # One request without retries: offline, snapshot_download alone would retry a pinned commit for 20 seconds.
         HfApi().model_info(name, revision=revision, timeout=HUB_SECONDS)

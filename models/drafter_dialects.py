@@ -87,7 +87,7 @@ def _recognise(raw: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
     if architecture not in KINDS:
         raise ConfigError(f"architectures {named!r} is not a known block drafter; known are {', '.join(KINDS)}")
     kind = "dspark" if fields.get("projector_type") == "dspark" else KINDS[architecture]
-    if architecture == "DSparkDraftModel" or fields.keys() & SPECFORGE_KEYS:
+    if kind != "dflash2" and (architecture == "DSparkDraftModel" or fields.keys() & SPECFORGE_KEYS):
         return kind, "specforge", fields
     if kind == "dspark":
         return kind, "specfloor" if fields.keys() & SPECFLOOR_KEYS else "deepspec", fields
@@ -136,7 +136,8 @@ def _in_place(kind: str, dialect: str, fields: dict[str, Any], asked: bool | Non
         right, wrong = ("in-place", "anchor") if stored else ("anchor", "in-place")
         raise ConfigError(
             f"the slot convention of this file is {right} ({reason}): --slot-convention {wrong} (in_place={asked}) "
-            "would misplace every proposal, leave it out"
+            "would misplace every proposal: leave it out (a file that needs it, measured beside this one, may be given "
+            "sample_from_anchor in its config.json instead)"
         )
     return stored
 
@@ -301,8 +302,15 @@ def _attention_head(fields: dict[str, Any]) -> dict[str, Any]:
         "head_mlp": _size(fields, "markov_mlp_hidden"),
         "head_gate": gate,
         "head_anchor": fields["markov_anchor_kv"],
-        "lattice": _size(fields, "nominate_topk") if fields.get("nominate_alpha") else 0,
+        "lattice": _size(fields, "nominate_topk") if _nominates(fields.get("nominate_alpha")) else 0,
     }
+
+
+def _nominates(alpha: Any) -> bool:
+    """Whether a prefix-attention drafter was trained to nominate candidates: weight nominate_alpha above 0."""
+    if alpha is not None and (isinstance(alpha, bool) or not isinstance(alpha, int | float)):
+        raise ConfigError(f"nominate_alpha must be a number, got {alpha!r}")
+    return (alpha or 0) > 0
 
 
 def _noted(fields: dict[str, Any], key: str, default: Any, notes: list[str]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from models.config import ConfigError, DecoderConfig
 from models.text import Text, TextError, builtin_prompts, read_prompts
 from models.toy_drafters import study_drafters
 from reference import protocol, report
-from reference.anchor import ALSO
+from reference.anchor import ALSO, check_drafters
 from reference.laws import SamplingLaw
 from reference.records import RecordError, RecordFile, read
 
@@ -79,6 +79,7 @@ def run(options, draw):
     else:
         target, prompts, special_ids, about = load_model(options, design, backend, device, dtype, snapshot, config, say)
     drafters, origins = load_drafters(options, design, backend, device, dtype, target, say)
+    check_drafters(drafters, design.gamma)
     provenance = {
         "target": options.target, "revision": None, "design": design.provenance(),
         "prompts": sha([(p.id, p.domain, p.tokens) for p in prompts]), "backend": options.backend, "dtype": dtype,
@@ -159,6 +160,8 @@ def load_drafters(options, design, backend, device, dtype, target, say):
         drafter = backend.Drafter.load(snapshot.folder, target, dtype=dtype, device=device, in_place=in_place)
         for note in drafter.config.notes:
             say(f"note: {short}: {note}")
+        if drafter.config.lattice and drafter.config.family == "attention":
+            say(f"note: {short}: proposes from all tokens here; it is served from {drafter.config.lattice} candidates")
         say(f"drafter {short}: {drafter.config.family}, {drafter.config.parameter_count():,} parameters of its own")
         drafters[short] = drafter
         origins[short] = {
@@ -170,6 +173,8 @@ def load_drafters(options, design, backend, device, dtype, target, say):
 
 def load_toy(options, design):
     """A toy of two domains whose floors can be enumerated, for trying everything without a language model."""
+    if getattr(options, "slot_convention", "auto") != "auto":
+        raise ValueError("--slot-convention means nothing to the toy's drafters")
     for name in ("prompts", "revision", "stop_ids", "prompt_tokens"):
         if getattr(options, name):
             raise ValueError(f"--{name.replace('_', '-')} means nothing to the toy target")

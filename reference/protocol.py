@@ -85,7 +85,8 @@ def measure(backend, target, prompts, design, records, *, special_ids=(), drafte
     if not anchors:
         longest = max(len(answer["tokens"]) for answer in answers.values())
         raise ValueError(
-            f"no position can be an anchor: the longest answer has {longest} tokens, gamma is {design.gamma}"
+            f"no position can be an anchor: the longest answer has {longest} tokens, too few for blocks of "
+            f"{design.gamma}; let answers be longer (--answer-tokens) or more of them be written (--anchors)"
         )
     done = {(row["prompt"], row["position"]) for row in records.rows if row["kind"] == "anchor"}
     plans = [row for row in records.rows if row["kind"] == "plan"]

@@ -84,7 +84,10 @@ def versus(sample, a, b):
     gap = [r - floor_of(sample, n) for r, n in zip(risk, (a, b), strict=True)]
     exposure = [o - r for o, r in zip(own, risk, strict=True)]
     columns = {}
-    for label, (first, second) in {"R": risk, "gap": gap, "R self": own, "exposure": exposure}.items():
+    pairs = {"R": risk, "gap": gap, "R self": own, "exposure": exposure}
+    if order_of(sample, a) != order_of(sample, b):
+        del pairs["gap"]  # their floors differ, whatever the drafters do
+    for label, (first, second) in pairs.items():
         change = second - first
         if not np.isnan(change).all():
             found = sample.mean(change)[0]

@@ -246,6 +246,40 @@ def test_the_target_as_a_drafter_is_always_accepted():
         assert found["self_risk"][2] > 0.1  # what it drafts is not what the target wrote
 
 
+@pytest.mark.parametrize("order", [2, None])
+def test_a_perfect_drafter_that_reads_the_block_has_nothing_to_gain(order):
+    # was once: its best response was sought among proposals that read one token, and the gain was negative
+    target = toy.random_table(4, depth=3 if order == 2 else 5, seed=3)
+    seen_of = {2: lambda x, k, seen: target.next_token(x + seen[-min(k, 2) :] if k else x), None: None}[order]
+    follow = seen_of or (lambda x, k, seen: target.next_token(x + seen[1:]))
+    for backend in backends():
+        row = measured(backend, target, design_of(("response",), gamma=3, paths=64), order=order, next_token=follow)
+        found = row["drafters"]["d"]
+        assert_agree(np.array(found["risk"]), np.zeros(3), "float64")
+        assert_agree(np.array(found["responses"]["train"]), np.zeros(3), "float64")
+        assert_agree(np.array(found["forward"]["train"]), np.zeros(8), "float64")
+
+
+@pytest.mark.parametrize("row", [[0.0] * 4, [2.0, 2.0, 2.0, 2.0], [np.nan] * 4, [0.5, 0.5]])
+def test_a_proposal_that_is_none_is_refused(row):
+    proposal = SimpleNamespace(gamma=GAMMA, order=0, probs=lambda k, h: np.array([row] * len(h)))
+    drafter = SimpleNamespace(
+        gamma=GAMMA,
+        order=0,
+        taps=(),
+        context=lambda: SimpleNamespace(append=lambda _: None),
+        propose=lambda *_: proposal,
+    )
+    uniforms, drafted = draws(0)
+    with pytest.raises(ValueError, match="a proposal at slot 0 is no distribution over 4 tokens"):
+        measure_anchor(reference, TABLE, PREFIX, uniforms, design_of(), drafters={"d": drafter}, draft_uniforms=drafted)
+
+
+def test_realised_tokens_are_asked_for():
+    with pytest.raises(ValueError, match="read the 4 realised tokens, 0 were given"):
+        measured(reference, TABLE, design_of(("information",)))
+
+
 def test_proposals_held_one_at_a_time_give_the_same_bits(monkeypatch):
     design, rows = design_of(("response",), law=TRUNCATING), {}
     for order in (0, 1, None):

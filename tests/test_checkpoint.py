@@ -577,7 +577,7 @@ def test_without_a_network(tmp_path, environment):
         (answers[6], "owner/whole at revision 'v2'"),
     ]:
         assert answer.startswith(f"the hub cannot be reached and no snapshot of {wanted} is cached: ")
-        assert "pass a local folder with --target FOLDER" in answer
+        assert "name a local folder" in answer
         assert "\n" not in answer
         assert not answer.endswith("(chained)")
     assert answers[7] == [str(whole), "owner/whole", COMMIT]

@@ -318,7 +318,7 @@ def test_convention_without_the_key(case, in_place):
     raw.pop("sample_from_anchor", None)
     assert DrafterConfig.from_dict(raw).in_place is in_place
     assert DrafterConfig.from_dict(raw, in_place=in_place).in_place is in_place
-    with refused("--slot-convention .* would misplace every proposal, leave it out"):
+    with refused("--slot-convention .* would misplace every proposal: leave it out"):
         DrafterConfig.from_dict(raw, in_place=not in_place)
 
 

@@ -1,13 +1,16 @@
 """examples/gap_qwen3_4b.py on the toy, and networks of every dialect in the protocol: both backends agree."""
 
 import json
+import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import reference
 from examples import floor_qwen3_4b, gap_qwen3_4b
-from models.config import DecoderConfig
+from models.config import ConfigError, DecoderConfig
+from reference import program
 from reference.protocol import Design, EncodedPrompt, measure
 from reference.records import RecordFile, read
 from tests.agreement import TOLERANCES, assert_agree
@@ -154,6 +157,47 @@ def models(tmp_path_factory):
     for name in FITTING:
         write_drafter(where / name, CASES[name], tables=tables)
     return where
+
+
+@pytest.mark.parametrize(("flag", "in_place"), [("anchor", False), ("in-place", True)])
+def test_the_flag_settles_the_slot_convention(models, tmp_path, flag, in_place):
+    folder = tmp_path / "legacy"
+    shutil.copytree(models / "speculators-dspark", folder)
+    raw = json.loads((folder / "config.json").read_text())
+    del raw["sample_from_anchor"]
+    (folder / "config.json").write_text(json.dumps(raw))
+    target = reference.Decoder.load(models / "target", dtype="float64")
+    said = []
+
+    def load(flag, names=(folder,)):
+        options = SimpleNamespace(target="target", drafter=[str(n) for n in names], slot_convention=flag)
+        design = Design(gamma=3)
+        return program.load_drafters(options, design, reference, "cpu", "float64", target, said.append)
+
+    drafters, origins = load(flag)
+    assert drafters["legacy"].config.in_place is in_place
+    assert drafters["legacy"].head.dtype == np.float64
+    assert origins["legacy"]["family"] == "dspark" and origins["legacy"]["order"] == 1
+    assert any("parameters of its own" in text for text in said)
+    with pytest.raises(ConfigError, match="say which one"):
+        load("auto")
+    other = tmp_path / "again" / "legacy"
+    shutil.copytree(folder, other)
+    with pytest.raises(ValueError, match="two drafters are called 'legacy'"):
+        load(flag, (folder, other))
+
+
+@pytest.mark.parametrize("name", [name for name in FITTING if "reduced" in name])
+def test_the_head_of_a_reduced_vocabulary_has_the_rows_of_its_ids(models, name):
+    target = reference.Decoder.load(models / "target", dtype="float64")
+    drafter = reference.Drafter.load(models / name, target, dtype="float64")
+    assert_agree(drafter.head, target.head[drafter.ids], "exact")
+    torch = pytest.importorskip("torch")
+    import fast
+
+    target = fast.Decoder.load(models / "target", dtype="float64")
+    drafter = fast.Drafter.load(models / name, target, dtype="float64")
+    assert_agree(drafter.head, target.head[torch.as_tensor(drafter.ids)], "exact")
 
 
 def measure_all(backend, models, records, also=()):
