@@ -102,9 +102,17 @@ class StoredDrafter:
         return info.dtype, self.checkpoint.raw(info.name)[rows]
 
     def tensors(self) -> Iterator[tuple[str, str, np.ndarray]]:
-        """Stream (name, dtype, raw array) for exactly `config.tensor_shapes()`, file by file, one array at a time."""
-        order = sorted(self.own, key=lambda name: (self.parts[name][0].file, self.parts[name][0].begin))
-        return ((name, *self.read(name)) for name in order)
+        """Stream (name, dtype, raw array) for exactly `config.tensor_shapes()`, file by file, one array at a time.
+
+        CheckpointError, naming the tensor, for weights that are NaN or infinite.
+        """
+        for name in sorted(self.own, key=lambda name: (self.parts[name][0].file, self.parts[name][0].begin)):
+            dtype, raw = self.read(name)
+            if not np.isfinite(to_float(raw, dtype)).all():
+                raise CheckpointError(
+                    f"{self.parts[name][0].file}: {name} holds NaN or infinity; its training diverged"
+                )
+            yield name, dtype, raw
 
     def rows(self, name: str, rows: np.ndarray) -> np.ndarray:
         """Some rows of a stored table as float32, without reading the others."""

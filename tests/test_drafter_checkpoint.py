@@ -482,3 +482,15 @@ def test_a_sample_of_rows_is_compared_without_reading_the_table(tmp_path, monkey
     check_target(config, target_config(config), stored, embedding, head)
     with refused("in 20 of 20 rows compared"):
         check_target(config, target_config(config), stored, embedding, head + 1)
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_weights_that_are_no_numbers_are_refused(tmp_path, wrong, bf16):
+    config = CASES["deepspec-vanilla"]
+    tensors, (embedding, head) = random_tensors(config), random_tables(config)
+    tensors["fc.weight"][1, 2] = wrong
+    save(tmp_path / "drafter", as_json(config), published(config, tensors, embedding, head), bf16=bf16)
+    stored = read_drafter(tmp_path / "drafter", config)
+    with pytest.raises(CheckpointError, match=r"fc\.weight holds NaN or infinity"):
+        list(stored.tensors())

@@ -200,6 +200,17 @@ def test_the_head_of_a_reduced_vocabulary_has_the_rows_of_its_ids(models, name):
     assert_agree(drafter.head, target.head[torch.as_tensor(drafter.ids)], "exact")
 
 
+def test_base_logits_are_scaled_and_then_capped(models):
+    config = CASES["zlab-scaled"]
+    target = reference.Decoder.load(models / "target", dtype="float64")
+    drafter = reference.Drafter.load(models / "zlab-scaled", target, dtype="float64")
+    context = drafter.context()
+    context.append(np.random.default_rng(0).standard_normal((5, 3 * config.hidden_size)))
+    proposal = drafter.propose(context, 7)
+    u = config.output_multiplier * proposal.hidden @ target.head.T
+    assert_agree(proposal.base_logits, config.softcap * np.tanh(u / config.softcap), "float64")
+
+
 def measure_all(backend, models, records, also=()):
     """Every drafter on the same two anchors, by the protocol itself: rows of the record file."""
     target = backend.Decoder.load(models / "target", dtype="float64")

@@ -440,6 +440,13 @@ def test_selector_scores_a_word_by_its_codebook(found, rank):
         assert_agree(slope[1][i], gap @ readout[best], "float64")
 
 
+def test_confidence_does_not_pull_the_proposals():
+    risk, trust = leaf(torch.rand(5, dtype=torch.float64)), leaf(torch.randn(5, dtype=torch.float64))
+    losses.confidence(trust, risk).sum().backward()
+    assert risk.grad is None
+    assert_agree(trust.grad, torch.sigmoid(trust.detach()) - (1 - risk.detach()), "float64")
+
+
 def test_labels_of_both_conventions_by_hand():
     """Ten tokens 100.., answers at 3..6 and 8..9; blocks of 4 behind 3, 5 and 8."""
     tokens, supervised = np.arange(100, 110), np.isin(np.arange(10), [3, 4, 5, 6, 8, 9])
