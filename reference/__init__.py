@@ -27,6 +27,7 @@ and the measurement:
 
     stats.py           anchors, Hajek means, prompt bootstrap                    App. B.2
     anchor.py          all that one anchor tells, from one walk                  App. B
+    draft_meter.py     one drafter at that anchor                                Sec. 3.3, App. B.5
     protocol.py        from prompts to one record per anchor                     App. B
     records.py         the file behind every number
     sample.py, tables.py, report.py   the paper's tables, from that file alone   Tables 3-8, 12, App. C-F

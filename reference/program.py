@@ -24,7 +24,8 @@ from models.config import ConfigError, DecoderConfig
 from models.text import Text, TextError, builtin_prompts, read_prompts
 from models.toy_drafters import study_drafters
 from reference import protocol, report
-from reference.anchor import ALSO, check_drafters
+from reference.anchor import ALSO
+from reference.draft_meter import check_drafters
 from reference.laws import SamplingLaw
 from reference.records import RecordError, RecordFile, read
 

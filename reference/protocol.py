@@ -17,7 +17,8 @@ from numbers import Integral
 import numpy as np
 from tqdm import tqdm
 
-from reference.anchor import ALSO, ORDERS, check_drafters, measure_anchor
+from reference.anchor import ALSO, ORDERS, measure_anchor
+from reference.draft_meter import check_drafters
 from reference.laws import SamplingLaw
 from reference.records import RecordError
 from reference.stats import Anchor, eligible, sample_anchors, stratum

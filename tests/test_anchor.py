@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 import reference
 from models import toy
 from models.toy_drafters import ToyDrafter
-from reference import anchor
-from reference.anchor import CENTRES, INFORMATION_ORDERS, KEPT, features_of, first_paths, measure_anchor
+from reference import anchor, draft_meter
+from reference.anchor import CENTRES, INFORMATION_ORDERS, KEPT, first_paths, measure_anchor
+from reference.draft_meter import features_of
 from reference.laws import SamplingLaw, warp
 from reference.protocol import Design
 from tests.agreement import assert_agree
@@ -285,7 +286,7 @@ def test_proposals_held_one_at_a_time_give_the_same_bits(monkeypatch):
     for order in (0, 1, None):
         for backend in backends():
             rows[order, backend] = measured(backend, TABLE, design, 8, order=order)
-    monkeypatch.setattr(anchor, "CHUNK", 1)
+    monkeypatch.setattr(draft_meter, "CHUNK", 1)
     for (order, backend), row in rows.items():
         assert measured(backend, TABLE, design, 8, order=order) == row
 
