@@ -49,6 +49,14 @@ def main(arguments=None):
     parser.add_argument("--rate", type=float, default=2.0, help="of the first step (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
+    if options.steps < 0:
+        parser.error(f"--steps must be at least 0, got {options.steps}")
+    if options.blocks < 1:
+        parser.error(f"--blocks must be at least 1, got {options.blocks}")
+    if not 0 < options.rate < np.inf:
+        parser.error(f"--rate must be positive and finite, got {options.rate}")
+    if options.seed < 0:
+        parser.error(f"--seed must be at least 0, got {options.seed}")
     if options.backend == "fast":
         import fast as backend
     else:

@@ -46,6 +46,8 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     if options.repetitions < 8:
         parser.error(f"--repetitions must be at least 8 to have a spread, got {options.repetitions}")
+    if options.seed < 0:
+        parser.error(f"--seed must be at least 0, got {options.seed}")
     if options.backend == "fast":
         from torch import stack
 

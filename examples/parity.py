@@ -51,6 +51,10 @@ def main(arguments=None):
     parser.add_argument("--tokens", type=int, default=6, metavar="N", help="length of the prefix (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the untrained proposals (default %(default)s)")
     options = parser.parse_args(arguments)
+    if options.tokens < 1:
+        parser.error(f"--tokens must be at least 1, got {options.tokens}")
+    if options.seed < 0:
+        parser.error(f"--seed must be at least 0, got {options.seed}")
     if options.backend == "fast":
         import torch
 

@@ -57,6 +57,12 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     if options.paths < 17:
         parser.error("--paths must be at least 17: fewer may leave no cell of order 2 that can be split")
+    if options.repetitions < 1:
+        parser.error(f"--repetitions must be at least 1, got {options.repetitions}")
+    if min(options.budgets) < SLOT:
+        parser.error(f"--budgets must be at least {SLOT}, a row for each slot, got {min(options.budgets)}")
+    if options.seed < 0:
+        parser.error(f"--seed must be at least 0, got {options.seed}")
     if options.backend == "fast":
         import fast as backend
     else:

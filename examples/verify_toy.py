@@ -36,6 +36,8 @@ def main(arguments=None):
     parser.add_argument("--backend", choices=("reference", "fast"), default="reference")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
+    if options.seed < 0:
+        parser.error(f"--seed must be at least 0, got {options.seed}")
     if options.backend == "fast":
         import torch
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from fast.distance import barycentre, barycentre_risk
+from fast.distance import barycentre, barycentre_risk, distributions
 from fast.laws import truncate
 from reference.floors import Floor, band, cells_of, count_paths, halve_paths, summarise
 
@@ -46,5 +46,5 @@ def truncated_floor(slot, k, order=0):
 
     Args: slot, a `Slot` with a tensor of rows; k; order m.  Returns: `Floor`.
     """
-    rows, residual = truncate(slot.rows, k)
+    rows, residual = truncate(distributions(slot.rows), k)
     return band(slot, floor(replace(slot, rows=rows), order), residual.double().cpu().numpy(), order)

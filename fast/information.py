@@ -54,4 +54,6 @@ def ce_realised(slot, token):
 
     Args: slot, a `Slot` with a tensor of rows; token, y_k.  Returns: `RealisedLoss`.
     """
+    if not 0 <= token < slot.rows.shape[1]:
+        raise ValueError(f"token {token} lies outside the vocabulary of {slot.rows.shape[1]}")
     return summarise_loss(slot, slot.rows[:, token].double().cpu().numpy())

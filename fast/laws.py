@@ -1,5 +1,7 @@
 """Sampling laws in PyTorch.  Twin: `reference/laws.py`, where the definitions are explained."""
 
+from numbers import Integral
+
 import numpy as np
 import torch
 
@@ -41,12 +43,17 @@ def truncate(rows, k):
 
     Args: rows, float [U, V].  Returns: (renormalised rows [U, V], residual mass [U]).
     """
-    if k < 1:
-        raise ValueError(f"k must be at least 1, got {k}")
+    if not isinstance(k, Integral) or k < 1:
+        raise ValueError(f"k must be a whole number of at least 1, got {k}")
+    total = rows.sum(dim=-1)
+    bad = ~((total > 0) & total.isfinite())
+    if bad.any():
+        worst = int(bad.int().argmax())
+        raise ValueError(f"row {worst} cannot be renormalised: its mass is {float(total[worst])}")
     ranked, order = rows.sort(dim=-1, descending=True, stable=True)
     kept = torch.zeros_like(rows).scatter_(-1, order[..., :k], ranked[..., :k])
     mass = kept.sum(dim=-1)
-    return kept / mass[..., None], (rows.sum(dim=-1) - mass).clamp(min=0)
+    return kept / mass[..., None], (total - mass).clamp(min=0)
 
 
 def draw(rows, uniforms, which=None):

@@ -35,6 +35,8 @@ def credit(factors, slot):
 
     Args: factors, accept factors [..., M, gamma]; slot k.
     """
+    if not 0 <= slot < factors.shape[-1]:
+        raise ValueError(f"slot {slot} lies outside a block of {factors.shape[-1]}")
     arrive = onward = torch.ones_like(factors[..., 0])
     for j in range(slot):
         arrive = arrive * factors[..., j]

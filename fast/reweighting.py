@@ -11,10 +11,9 @@ from fast.enumeration import continuations, heaviest
 from fast.floors import floor
 from fast.laws import warp
 from fast.paths import walk
-from reference.enumeration import check_enumeration
 from reference.floors import Floor, halve_paths
 from reference.laws import SamplingLaw
-from reference.reweighting import ReweightedFloor, WeightedSlot, check_suffix, reach, weigh
+from reference.reweighting import ReweightedFloor, WeightedSlot, check_soft, check_suffix, reach, weigh
 
 __all__ = ["ReweightedFloor", "WeightedSlot", "floor_by_reweighting", "force_suffix", "soft_floor", "soften"]
 
@@ -34,6 +33,7 @@ def soft_floor(target, prefix, slot_index, uniforms, law=SamplingLaw(), *, budge
     Returns: `Floor`.
     """
     if slot_index < 2:
+        check_soft(target, prefix, slot_index, uniforms, budget, cutoff)
         return Floor(0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1)
     return floor(soften(target, prefix, slot_index, uniforms, law, budget=budget, cutoff=cutoff), 1)
 
@@ -66,7 +66,7 @@ def soften(target, prefix, slot_index, uniforms, law=SamplingLaw(), *, budget=10
 
     Returns: `WeightedSlot` whose rows are a tensor.
     """
-    prefix = check_enumeration(target, prefix, 2, budget, cutoff)
+    prefix = check_soft(target, prefix, slot_index, uniforms, budget, cutoff)
     slot, node, session = reach(walk, target, prefix, slot_index - 1, uniforms, law)
     mass = continuations(slot.weight, slot.rows, target.stop_ids).view(-1)  # [U * V]
     alive = float(mass.sum())

@@ -91,6 +91,10 @@ def _distances(rows, q):
 
 
 def _rows_after(conditionals, predecessors):
+    count = np.inf if callable(conditionals) else len(conditionals)
+    outside = (predecessors < 0) | (predecessors >= count)
+    if outside.any():
+        raise ValueError(f"predecessor {int(predecessors[outside][0])} is no token that has a proposal")
     rows = conditionals(predecessors) if callable(conditionals) else conditionals[predecessors]
     if len(rows) != len(predecessors):
         raise ValueError(f"{len(predecessors)} predecessors need as many rows, got {len(rows)}")

@@ -51,7 +51,7 @@ def run(options, draw):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
     law = SamplingLaw(options.temperature, options.top_k, options.top_p)
-    anchors = options.anchors or ANCHORS
+    anchors = ANCHORS if options.anchors is None else options.anchors
     anchors = min(anchors, options.limit or anchors)
     snapshot = None if options.target == "toy" else locate(options.target, revision=options.revision)
     config = snapshot and DecoderConfig.from_folder(snapshot.folder)

@@ -414,6 +414,7 @@ def test_bad_stratifications_are_refused(uniforms, options, message):
         ([0], 0, {}, "at least 1"),
         ([0], 4, {"budget": 2}, "at least 3 rows"),
         ([0], 4, {"budget": 3.5}, "at least 3 rows"),
+        ([0], 4, {"budget": 4.0}, "whole budget"),
         ([0], 4, {"cutoff": 1.0}, "cutoff"),
         ([0], 4, {"cutoff": -0.1}, "cutoff"),
     ],

@@ -64,8 +64,9 @@ def test_the_order_one_truth_is_the_exact_floor():
     assert samples.shape == (2, 2)
 
 
-def test_too_few_repetitions_are_refused(capsys):
+@pytest.mark.parametrize(("flag", "value", "least"), [("--repetitions", "7", 8), ("--seed", "-1", 0)])
+def test_too_few_repetitions_and_a_negative_seed_are_refused(flag, value, least, capsys):
     with pytest.raises(SystemExit) as end:
-        example.main(["--repetitions", "7"])
+        example.main([flag, value])
     assert end.value.code == 2
-    assert "at least 8" in capsys.readouterr().err
+    assert f"{flag} must be at least {least}" in capsys.readouterr().err

@@ -509,7 +509,7 @@ def test_without_network_the_error_names_the_way_out(command):
     assert (code, out) == (1, "")
     (line,) = error.splitlines()
     assert line.startswith("error: ")
-    assert "--target FOLDER" in line
+    assert "name a local folder" in line
 
 
 def test_bad_commands_end_the_program_without_a_traceback(command):

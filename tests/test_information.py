@@ -185,6 +185,15 @@ def test_realised_losses_are_ordered(chain, law, seed):
             assert_agree(found.commit, found.blind.plugin, "float64")
 
 
+@pytest.mark.parametrize("token", [-1, 2])
+def test_a_token_outside_the_vocabulary_is_refused(token):
+    # was once: -1, the mark of a stopped path, is read as the last token
+    slot = exact_slot(toy.two_token_chain(), (0, 0), 1)
+    for backend in backends():
+        with pytest.raises(ValueError, match=f"token {token} lies outside"):
+            backend.ce_realised(tensors(slot) if backend.__name__ == "fast" else slot, token)
+
+
 def test_the_loss_given_everything():
     """Catalogue 38: with the whole history forced, C_{k,k} = CE_A = -log p of the realised token."""
     target, block = toy.random_table(4, 3, seed=2), (1, 3, 0)
@@ -244,5 +253,9 @@ def test_recovery_is_a_ratio_of_sums():
         recovery([0.0], [0.0])
     with pytest.raises(ValueError, match="shapes differ"):
         recovery([0.1, 0.2], [0.1])
-    with pytest.raises(ValueError, match="shapes differ"):
-        recovery([0.1], [0.1], [0.5, 0.5])
+    for inclusion in ([0.5, 0.5], [-1.0], [0.0], [np.nan]):
+        with pytest.raises(ValueError, match="inclusion"):
+            recovery([0.1], [0.1], inclusion)
+    for pair in (([np.nan], [0.1]), ([0.1], [np.nan]), ([0.1], [np.inf])):
+        with pytest.raises(ValueError, match="must be finite"):
+            recovery(*pair)

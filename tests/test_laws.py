@@ -90,7 +90,10 @@ def test_every_greedy_route_takes_the_lowest_of_equal_maxima():
     assert set(routes.values()) == {5}, routes
 
 
-@pytest.mark.parametrize("options", [{"temperature": -1}, {"temperature": np.nan}, {"top_k": -1}, {"top_p": 1.5}])
+@pytest.mark.parametrize(
+    "options",
+    [{"temperature": -1}, {"temperature": np.nan}, {"top_k": -1}, {"top_k": 2.0}, {"top_k": np.inf}, {"top_p": 1.5}],
+)
 def test_a_law_out_of_range_is_refused(options):
     with pytest.raises(ValueError, match="must"):
         SamplingLaw(**options)
@@ -131,8 +134,17 @@ def test_truncated_reads(truncate):
     assert_agree(residual, np.array([0.2, 0.2]), "float64")
     kept, residual = truncate(rows, 7)
     assert_agree(kept, rows, "float64")
-    with pytest.raises(ValueError, match="at least 1"):
-        truncate(rows, 0)
+    for k in (0, 1.5):
+        with pytest.raises(ValueError, match="at least 1"):
+            truncate(rows, k)
+
+
+@both("truncate")
+@pytest.mark.parametrize("bad", [[0.0, 0.0, 0.0], [0.5, np.nan, 0.5], [0.5, np.inf, 0.5]])
+def test_a_row_without_a_mass_to_share_out_is_named(truncate, bad):
+    # was once: a row of zeros becomes NaN, and a NaN outside the k largest goes unseen
+    with pytest.raises(ValueError, match="row 1 cannot be renormalised"):
+        truncate(np.array([[0.5, 0.3, 0.2], bad]), 2)
 
 
 @given(logits())

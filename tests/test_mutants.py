@@ -12,7 +12,8 @@ DISTANCE, FLOORS, PATHS = "reference/distance.py", "reference/floors.py", "refer
 LAWS, STATS = "reference/laws.py", "reference/stats.py"
 RISK, SERVING, RESPONSE = "reference/risk.py", "reference/serving.py", "reference/response.py"
 VERIFY, OBJECTIVES = "reference/verify.py", "reference/objectives.py"
-REWEIGHTING = "reference/reweighting.py"
+REWEIGHTING, INFORMATION = "reference/reweighting.py", "reference/information.py"
+CLUSTERS, ANCHOR, TABLES = "reference/clusters.py", "reference/anchor.py", "reference/tables.py"
 # fmt: off
 MUTANTS = {  # what is forgotten: (file, what stands there, what stands there instead)
     "a weight": (DISTANCE, "weight = (weights / total)[order]", "weight = (0 * weights + 1 / len(rows))[order]"),
@@ -42,6 +43,14 @@ MUTANTS = {  # what is forgotten: (file, what stands there, what stands there in
         REWEIGHTING, "rows = warp(np.asarray(session.grow(node[able], forced)), law)",
         "rows = rows[able] if session.grow(node[able], forced) is not None else rows",
     ),
+    "that a floor of order k is an identity": (FLOORS, "if order >= slot.index:  #", "if order > slot.index:  #"),
+    "which is the mean": (
+        INFORMATION, "_divergence(_mean(rows[here], weights[here]), mean)",
+        "_divergence(mean, _mean(rows[here], weights[here]))",
+    ),
+    "the weights of a cluster": (CLUSTERS, "barycentre(rows[mine], weights[mine])", "barycentre(rows[mine])"),
+    "which token leads to the realised slot": (ANCHOR, "[realised[k - 1]])[0]", "[realised[k]])[0]"),
+    "the sign of the exposure": (TABLES, "sample.mean(own, own - risk)", "sample.mean(own, risk - own)"),
     "the prompt": (STATS, "np.asarray(prompts)[here]", "np.arange(len(prompts))[here]"),
 }
 # fmt: on

@@ -682,3 +682,10 @@ def test_a_long_run_approaches_the_exact_floors_of_the_population(tmp_path):
 def test_a_design_that_measures_nothing_is_refused(field):
     with pytest.raises(ValueError, match=field):
         Design(**{field: 1 if field == "paths" else 0})
+    with pytest.raises(ValueError, match=f"{field} must be a whole number"):
+        Design(**{field: 8.0})
+
+
+def test_no_prompts_are_refused(tmp_path, toy):
+    with pytest.raises(ValueError, match="no prompts to measure"):
+        run(tmp_path / "records.jsonl", toy, prompts=[])

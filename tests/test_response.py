@@ -369,6 +369,12 @@ def test_bad_arguments_are_named(room):
         if slot == 0:
             with pytest.raises(ValueError, match=message):
                 room.sweep(paths, order)
+    factors = np.full((8, 3), 0.5)
+    if room.__name__.startswith("fast"):
+        factors = importlib.import_module("torch").from_numpy(factors)
+    for slot in (-1, 3):
+        with pytest.raises(ValueError, match=f"slot {slot} lies outside a block of 3"):
+            room.credit(factors, slot)
     with pytest.raises(ValueError, match="smoothing"):
         room.best_response(good, 0, 0, 1.5)
     for probs, worth, message in (([-0.1], [1.0], "probs"), ([0.1], [np.nan], "credit"), ([0.1, 0.1], [1.0], "all")):

@@ -229,8 +229,8 @@ def test_bad_suffixes_and_walks_are_refused():
         for suffix, k, message in (
             ([0, 0, 0], 2, "longer than"),
             ([2], 2, "stop id"),
-            ([], 2, "at least one token"),
-            ([7], 2, "outside the vocabulary"),
+            ([], 2, "a suffix needs at least one token"),
+            ([7], 2, "suffix holds token ids outside"),
             ([1], 2, "can be followed"),
             ([0], 9, "needs uniforms"),
         ):
@@ -240,5 +240,14 @@ def test_bad_suffixes_and_walks_are_refused():
             wing.floor_by_reweighting(stopping, [0], [0], 3, np.full((3, 4), 0.9))
         with pytest.raises(ValueError, match="no path reaches"):
             wing.soften(stopping, [1], 1, np.full((3, 4), 0.9))
-        with pytest.raises(ValueError, match="cutoff"):
-            wing.soft_floor(stopping, [0], 2, np.full((3, 4), 0.1), cutoff=1.0)
+        for k in (0, 1, 2):  # also where the floor is known without a walk
+            for options, shape, message in (
+                ({"cutoff": 1.0}, (3, 4), "cutoff"),
+                ({"budget": 2.0}, (3, 4), "budget"),
+                ({}, (0, 4), "needs uniforms"),
+                ({}, (3,), "needs uniforms"),
+            ):
+                with pytest.raises(ValueError, match=message):
+                    wing.soft_floor(stopping, [0], k, np.full(shape, 0.1), **options)
+        with pytest.raises(ValueError, match="count from 0, got -1"):
+            wing.soft_floor(stopping, [0], -1, np.full((3, 4), 0.1))

@@ -255,5 +255,10 @@ def test_what_is_no_proposal_is_named():
             room.self_risk(there, lambda a, table=table: table[:2], own(even))
         with pytest.raises(ValueError, match="one predecessor"):
             room.paired_self_risk(there, table, np.zeros(2, int))
+        for conditionals, wrong in ((table, -1), (table, 4), (lambda a, table=table: table[a], -1)):
+            with pytest.raises(ValueError, match=f"predecessor {wrong} is no token"):
+                room.paired_self_risk(there, conditionals, np.array([0, 1, wrong]))
+        stopped = Slot(**{**vars(there), "path_node": np.array([0, 1, -1])})
+        assert_agree(room.paired_self_risk(stopped, table, np.array([0, 1, -1])), 0.0, "exact")
         with pytest.raises(ValueError, match="one predecessor"):
             room.paired_self_risk(owned(enumerated, own), table, np.zeros(3, int))

@@ -182,6 +182,26 @@ def test_contexts_that_differ_are_not_dependence():
         assert_agree(pooled.between, np.array([0.4, 0.16 / 1.2, 0.032 / 1.04]) - 0.4, "float64")
 
 
+def test_a_stop_that_is_accepted_rarely_shows():
+    """p = (.05, .05, .9), the last a stop, and q = (.3, .3, .4) on every path: D_1 = .05 / .025, all paths alike.
+
+    Accepted alike with the other tokens (q = p / 2 and the rest on a fourth token), the stop leaves no dependence.
+    """
+    for q, acceptance, ratio in (([0.3, 0.3, 0.4, 0.0], 0.5, 2.0), ([0.025, 0.025, 0.45, 0.5], 0.5, 1.0)):
+        target = toy.markov_chain(np.array([0.05, 0.05, 0.9, 0.0]), stop_ids=(2,))
+        weights, factors, risks, alive = all_blocks(target, (0,), lambda past, q=np.array(q): q, 2)
+        for room, own in wings("serving"):
+            one = room.serve(own(factors), own(risks), alive, weights)
+            assert_agree(one.risk, np.full(2, 1 - acceptance), "float64")
+            found = room.dependence(one)
+            assert_agree(found.ratio, np.array([1.0, ratio]), "float64")
+            assert_agree(found.within, np.array([1.0, ratio]), "float64")
+            assert_agree(found.between, np.ones(2), "float64")
+            expected = 1 + acceptance + 0.1 * acceptance**2
+            assert_agree(room.accepted_length_product(one.risk, one.alive), expected, "float64")
+            assert_agree(room.accepted_length(one.survival), expected + (ratio - 1) * 0.025, "float64")
+
+
 def test_selection_and_composition_together():
     """Two anchors by hand, weights 3 and 1; a third is never reached and counts with its free risk."""
     serving = Serving(

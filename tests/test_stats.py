@@ -36,6 +36,9 @@ def test_hajek_mean():
     for bad in (0.0, -0.1, 1.1, np.nan):
         with pytest.raises(ValueError, match="inclusion"):
             hajek([1.0], [bad])
+    for values, inclusion in (([1.0, 2.0], [1.0]), ([1.0], [0.5, 0.5]), ([1.0], 0.5)):
+        with pytest.raises(ValueError, match="as many inclusion probabilities"):
+            hajek(values, inclusion)
 
 
 def test_weighted_median():

@@ -90,6 +90,28 @@ def test_the_reference_needs_no_torch(name):
     assert json.loads(process.stdout.splitlines()[-1])["example"] == name
 
 
+@pytest.mark.parametrize(
+    ("name", "flag", "value"),
+    [
+        *((name, "--seed", "-1") for name in SMALL),
+        ("toy_floors", "--repetitions", "0"),
+        ("toy_floors", "--budgets", "2"),
+        ("parity", "--tokens", "0"),
+        ("parity", "--tokens", "-1"),
+        ("dreal_toy", "--blocks", "0"),
+        ("dreal_toy", "--steps", "-1"),
+        ("dreal_toy", "--rate", "nan"),
+    ],
+)
+def test_what_cannot_be_run_is_one_line(name, flag, value, capsys):
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module(f"examples.{name}").main([flag, value])
+    assert end.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert f"error: {flag} must be" in last
+    assert last.endswith(f"got {value}")
+
+
 @each_backend
 def test_parity(backend, capsys):
     """App. G.2: nothing is hidden, and a blind proposal is rejected half of the time whatever it is."""
