@@ -18,6 +18,7 @@ from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -63,23 +64,30 @@ class Settings:
 
 
 class Step(NamedTuple):
-    """What a step reports: loss, tau in tokens per round along the labels, norm of the gradient, the loss's terms."""
+    """What a step reports: loss, tau in tokens per round along the labels, norm of the gradient, the loss's terms.
+
+    `counts` holds the sums that it also took, by name (`Trainer.sums`).
+    """
 
     loss: float
     tau: float
     norm: float
     terms: dict[str, float]
+    counts: dict[str, float]
 
 
 class Trainer:
     """A drafter, its optimizer and the sequences; everything that a resumed run needs.
 
     Args: target, the frozen `Decoder`; drafter, trained in place, float32 or float64; sequences, a list of `Sequence`;
-        settings; recipe (None: its family's); autocast, a dtype that products are computed in (None: the drafter's).
+        settings; recipe (None: its family's); autocast, a dtype that products are computed in (None: the drafter's);
+        detached, whether the confidence term trains the confidence head only.
     Attributes: step, how many are done; seconds, where the time went, by part.
     """
 
-    def __init__(self, target, drafter, sequences, settings, recipe=None, autocast=None):
+    sums: tuple[str, ...] = ("weight", "length", "blocks")  # what losses give besides their terms
+
+    def __init__(self, target, drafter, sequences, settings, recipe=None, autocast=None, detached=False):
         if drafter.dtype not in (torch.float32, torch.float64):
             raise ValueError(f"weights are trained in float32 or float64, not {drafter.dtype}; see autocast")
         if drafter.ids is not None:
@@ -90,10 +98,15 @@ class Trainer:
                 f"{len(usable)} answers of two tokens or more cannot fill a step of {settings.sequences}: take fewer"
             )
         self.target, self.drafter, self.sequences, self.settings = target, drafter, usable, settings
-        self.recipe = fit_recipe(recipe or RECIPES[drafter.config.family], drafter.config)
+        self.recipe, self.detached = self.fit(recipe), detached
         self.autocast, self.step, self.seconds = autocast, 0, Counter()
         self.parameters = [p for p in drafter.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=settings.learning_rate, weight_decay=0.0)
+
+    def fit(self, recipe):
+        """The recipe that the losses follow; ValueError where it is none for this drafter."""
+        config = self.drafter.config
+        return fit_recipe(recipe or RECIPES[config.family], config)
 
     def update(self):
         """One AdamW step: `Step`.  Raises ValueError where the loss is not finite, before any weight has changed."""
@@ -118,23 +131,27 @@ class Trainer:
                 group["lr"] = learning_rate(self.step, settings)
             self.optimizer.step()
         self.step += 1
-        return Step(loss, length / blocks, norm, terms)
+        return Step(loss, length / blocks, norm, terms, {name: sums[name] for name in self.sums})
 
     def accumulate(self, sequence, seed):
         """Add a sequence's share to the gradients of the loss's numerator; returns its sums by name."""
         with self.timed("target"), torch.no_grad():
-            hidden, features = read_target(self.target, sequence.tokens, self.drafter.taps)
+            reading = self.read(sequence.tokens, seed)
         anchors = draw_anchors(sequence.supervised, self.settings.anchors, np.random.default_rng(seed))
         sums: Counter[str] = Counter()
         for some in np.array_split(anchors, math.ceil(len(anchors) / (self.settings.at_once or len(anchors)))):
             with self.timed("drafter and loss"):
-                losses = self.losses(sequence, some, hidden, features)
+                losses = self.losses(sequence, some, *reading)
                 total = losses.total(self.recipe)
             with self.timed("backward"):
                 total.backward()
             sums.update({name: float(term.detach()) for name, term in losses.terms.items()})
-            sums.update({name: float(getattr(losses, name)) for name in ("weight", "length", "blocks")})
+            sums.update({name: float(getattr(losses, name)) for name in self.sums})
         return sums
+
+    def read(self, tokens, seed):
+        """What the losses of a sequence need beside it and its anchors: arguments of `losses`."""
+        return read_target(self.target, tokens, self.drafter.taps)
 
     def losses(self, sequence, anchors, hidden, features):
         """`BlockLosses` of some anchors of a sequence, given what the target read in it; differentiable."""
@@ -143,10 +160,12 @@ class Trainer:
         teacher_logits = self.target.read_out(hidden[torch.from_numpy(labels.places - 1).clamp(min=0)])
         with torch.autocast(drafter.device.type, self.autocast, enabled=self.autocast is not None):
             blocks, selector = drafter.forward_blocks(features, sequence.tokens, anchors), None
+            before = torch.from_numpy(sequence.tokens[np.maximum(labels.places - 1, anchors[:, None])])
+            before = before.to(drafter.device)
             if self.recipe.selector:
-                before = torch.from_numpy(sequence.tokens[np.maximum(labels.places - 1, anchors[:, None])])
-                latents = drafter.correction(blocks.hidden, before.to(drafter.device), None)
-                selector = latents, drafter.correction.readout
+                selector = drafter.correction(blocks.hidden, before, None), drafter.correction.readout
+            if self.detached:
+                blocks = replace(blocks, confidence=detached_confidence(drafter, blocks.hidden, before))
             return block_losses(self.recipe, blocks, labels, teacher_logits.to(drafter.dtype), c.in_place, selector)
 
     @contextmanager
@@ -165,11 +184,15 @@ class Trainer:
                 p.grad = torch.zeros_like(p)
         if place()[1] == 1:
             return sums
-        names = [*self.recipe.terms, "weight", "length", "blocks"]
+        names = [*self.recipe.terms, *self.sums]
         numbers = torch.tensor([sums[name] for name in names], dtype=torch.float64, device=self.drafter.device)
         for tensor in (numbers, *(p.grad for p in self.parameters)):
             distributed.all_reduce(tensor)
         return dict(zip(names, numbers.tolist(), strict=True))
+
+    def summary(self, step):
+        """The few numbers of a `Step` that show how a training goes."""
+        return {"loss": step.loss, "tau": step.tau, "norm": step.norm}
 
     def state(self):
         """Everything that a resumed run needs, as `torch.save` stores it."""
@@ -193,15 +216,23 @@ def fit_recipe(recipe, config):
     return replace(recipe, candidates=config.lattice or recipe.candidates)
 
 
+def detached_confidence(drafter, hidden, predecessors):
+    """Confidence logits as `Drafter.confidence` gives them, None without the head; slopes reach that head only."""
+    if drafter.confidence_head is None:
+        return None
+    head = SimpleNamespace(embed=lambda ids: drafter.markov_head.embed(ids).detach())
+    return drafter.confidence_head(hidden.detach(), predecessors, head)
+
+
 def place():
     """(rank, number) of this process among those that train together: (0, 1) alone."""
     return (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
 
 
-def read_target(target, tokens, taps):
+def read_target(target, tokens, taps, attend=attend_causal):
     """One forward of the target over a sequence: (states after its final norm [S, H], features [S, n * H])."""
     positions = torch.arange(len(tokens), device=target.device)
-    return target.forward(torch.from_numpy(tokens).to(target.device), positions, attend_causal, taps)
+    return target.forward(torch.from_numpy(tokens).to(target.device), positions, attend, taps)
 
 
 def anchor_places(supervised):

@@ -29,6 +29,8 @@ from fast import objectives, training  # noqa: E402
 from fast.decoder import Decoder, to_tensor  # noqa: E402
 from fast.draft_losses import RECIPES, Labels, Recipe, block_labels, block_losses  # noqa: E402
 from fast.drafters import Drafter  # noqa: E402
+from fast.paths import write_answers  # noqa: E402
+from fast.training_program import save_file, sequence_of  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 DSPARK = RECIPES["dspark"]
@@ -527,9 +529,9 @@ def sequences(target):
     """Four answers of up to 30 tokens."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 48, size=rng.integers(3, 8)) for _ in range(4)]
-    answers = example.write_answers(target, prompts, rng.random((4, 30)))
+    answers = write_answers(target, prompts, rng.random((4, 30)))
     rows = [{"prompt": p, "tokens": a.tokens, "stopped": a.stopped} for p, a in zip(prompts, answers, strict=True)]
-    return [example.sequence_of(row, target.stop_ids, 64) for row in rows]
+    return [sequence_of(row, target.stop_ids, 64) for row in rows]
 
 
 def options_for(family, **flags):
@@ -764,7 +766,7 @@ def folder(tmp_path_factory):
     settings = {"eos_token": "w2", "mask_token": "w1", "chat_template": "{{ messages[0].content }}"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "config.json").write_text(json.dumps(TARGET))
-    example.save_file(random_tensors(), folder / "model.safetensors")
+    save_file(random_tensors(), folder / "model.safetensors")
     rows = [json.dumps({"prompt": " ".join(f"w{3 + (7 * i + j) % 45}" for j in range(4))}) for i in range(5)]
     (folder.parent / "prompts.jsonl").write_text("\n".join(rows) + "\n")
     return folder

@@ -1,0 +1,238 @@
+"""Training a drafter as a program: the target's answers, the loop with its bar, what is stored, and resuming.
+
+A script says where its drafter comes from and which trainer it gets: `begin(options, snapshot, target, text)` returns
+the drafter's config.json, the drafter, what makes the trainer from a target, drafter, sequences and settings, and what
+else must be equal for a run to be resumed.  Everything else is here, processes started by torchrun included.
+
+Tests: `tests/test_training.py`, `tests/test_dreal.py`.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import distributed
+from tqdm import tqdm
+
+from fast import training
+from fast.decoder import Decoder
+from fast.paths import write_answers
+from models.checkpoint import digest, locate
+from models.text import Text, builtin_prompts, read_prompts
+from reference.laws import SamplingLaw
+from reference.program import sha
+from reference.records import RecordFile, read
+
+ANSWERS_AT_ONCE, ANSWER_SEED = 16, 0
+
+
+def launch(options, begin):
+    """Run a training and print its report, or the one line."""
+    try:
+        report = run(options, begin)
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
+    finally:
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+    if report:
+        print(json.dumps(report))
+
+
+def run(options, begin):
+    """Answers, drafter, training, the drafter's folder; returns the report, None but in the first process."""
+    rank, processes = join(options)
+    say = (lambda *text: print(*text, file=sys.stderr, flush=True)) if rank == 0 else (lambda *_: None)
+    checkpoint = Path(f"{options.out}.checkpoint")
+    if checkpoint.exists() and not options.resume:
+        raise ValueError(f"{checkpoint} exists; add --resume to go on, or choose another --out")
+    snapshot = locate(options.target, revision=options.revision)
+    text = Text.from_folder(snapshot.folder)
+    target = Decoder.load(snapshot.folder, dtype=options.dtype, device=options.device, stop_ids=text.stop_ids)
+    about = {"target": snapshot.name, "revision": snapshot.revision or f"files {digest(snapshot.folder)}"}
+    raw, drafter, make, origin = begin(options, snapshot, target, text)
+    answers, sequences = read_sequences(options, target, text, about, say)
+
+    steps = options.steps or options.epochs * (len(sequences) // options.sequences)
+    settings = training.Settings(
+        min(steps, options.limit or steps), options.sequences, options.anchors, options.at_once,
+        options.learning_rate, seed=options.seed,
+    )  # fmt: skip
+    autocast = torch.bfloat16 if options.dtype == "bfloat16" else None
+    trainer = make(target, drafter, sequences, settings, autocast=autocast)
+    about |= origin
+    identity = about | {
+        "config": sha(raw), "answers": sha((answers, len(sequences), options.max_tokens)),
+        "objective": options.objective, "dtype": options.dtype, **asdict(settings),
+    }  # fmt: skip
+    if options.resume:
+        training.load_checkpoint(checkpoint, trainer, identity)
+    say(estimate(trainer, processes))
+
+    trainer.seconds.clear()
+    start, first, shown, counts = time.perf_counter(), trainer.step, {}, Counter()
+    with tqdm(total=settings.steps, initial=first, unit="step", disable=None if rank == 0 else True) as bar:
+        while trainer.step < settings.steps:
+            step = trainer.update()
+            shown = {name: round(number, 4) for name, number in trainer.summary(step).items()}
+            counts.update(step.counts)
+            bar.update()
+            bar.set_postfix(shown, refresh=False)
+            if rank == 0 and (trainer.step % options.save_every == 0 or trainer.step == settings.steps):
+                training.save_checkpoint(checkpoint, trainer, identity)
+                write_drafter(Path(options.out), raw, drafter)
+    seconds = time.perf_counter() - start
+    if options.profile:
+        say(profile(trainer.seconds, seconds))
+    if rank:
+        return None
+    read_per_step, config = np.mean([len(s.tokens) for s in trainer.sequences]) * settings.sequences, drafter.config
+    return about | {
+        "family": config.family, "parameters": config.parameter_count(), "objective": options.objective,
+        "sequences": len(trainer.sequences), "steps": trainer.step, "processes": processes,
+        "seconds": round(seconds, 2), "tokens_per_second": round(read_per_step * (trainer.step - first) / seconds),
+        **shown, "counts": counts,
+    }  # fmt: skip
+
+
+def join(options):
+    """Join the processes that torchrun started, if it did, and fill in where to run: (rank, number of processes)."""
+    cuda = torch.cuda.is_available()
+    if options.device == "auto":
+        options.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if cuda else "cpu"
+    if options.dtype == "auto":
+        options.dtype = "float32" if options.device == "cpu" else "bfloat16"
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not distributed.is_initialized():
+        if options.device != "cpu":
+            torch.cuda.set_device(options.device)
+        backend = "gloo" if options.device == "cpu" else "nccl"
+        distributed.init_process_group(backend, timeout=timedelta(days=30))  # the others wait for the answers
+    return training.place()
+
+
+def write_drafter(folder, raw, drafter):
+    """The drafter's folder: config.json and bfloat16 weights, with copies of the target's tables where it is custom."""
+    weights = dict(drafter.state_dict())
+    if drafter.config.family != "dflash2":
+        weights |= {"embed_tokens.weight": drafter.embedding, "lm_head.weight": drafter.head}
+    weights = {name: tensor.to("cpu", torch.bfloat16, copy=True).contiguous() for name, tensor in weights.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    data = f"{json.dumps(raw, indent=2)}\n".encode()
+    training.write_atomically(folder / "config.json", lambda path: path.write_bytes(data))
+    training.write_atomically(folder / "model.safetensors", lambda path: save_file(weights, path, {"format": "pt"}))
+
+
+def read_sequences(options, target, text, about, say):
+    """Every prompt with the target's answer, written now where it is missing: (what decided them, the sequences)."""
+    path = Path(options.answers or f"{options.out}.answers.jsonl")
+    thinking = {"off": False, "on": True, "unset": None}[options.thinking]
+    prompts = read_prompts(options.prompts or builtin_prompts())[: options.limit]
+    encoded = [text.chat([{"role": "user", "content": p.text}], thinking=thinking) for p in prompts]
+    if len(encoded) < options.sequences:
+        raise ValueError(f"{len(encoded)} prompts cannot fill a step of {options.sequences}; give more or --sequences")
+    room = target.config.max_positions - max(map(len, encoded))
+    if room < options.answer_tokens:
+        raise ValueError(f"the longest prompt leaves the target room for {room} tokens; set --answer-tokens to that")
+    if training.place()[0] == 0:
+        provenance = about | {
+            "prompts": sha(encoded), "answer_tokens": options.answer_tokens, "seed": ANSWER_SEED,
+            "dtype": options.dtype, "stop_ids": list(target.stop_ids),
+        }  # fmt: skip
+        with RecordFile(path, provenance) as records:
+            say(f"answers: {path} ({len(records.rows)} of {len(encoded)} done)")
+            write_missing(options.answer_tokens, target, encoded, records)
+    if distributed.is_initialized():
+        distributed.barrier()
+    origin, rows = read(path)
+    return origin, [sequence_of(row, target.stop_ids, options.max_tokens) for row in rows]
+
+
+def write_missing(answer_tokens, target, prompts, records):
+    """Let the target answer the prompts that have no record yet; an answer depends on its prompt and place only."""
+    law, done = SamplingLaw(), len(records.rows)
+    with tqdm(total=len(prompts), initial=done, unit="answer", disable=None) as bar:
+        for start in range(done, len(prompts), ANSWERS_AT_ONCE):
+            places = range(start, min(start + ANSWERS_AT_ONCE, len(prompts)))
+            uniforms = [np.random.default_rng([ANSWER_SEED, i]).random(answer_tokens) for i in places]
+            some = [prompts[i] for i in places]
+            for prompt, answer in zip(some, write_answers(target, some, uniforms, law), strict=True):
+                records.append({"kind": "answer", "prompt": prompt, "tokens": answer.tokens, "stopped": answer.stopped})
+            bar.update(len(some))
+
+
+def sequence_of(row, stop_ids, longest):
+    """A record's tokens and which are the answer's, its stop token (the first of the target's) among them."""
+    tokens = np.array([*row["prompt"], *row["tokens"], *stop_ids[:1] * row["stopped"]], dtype=np.int64)[:longest]
+    return training.Sequence(tokens, np.arange(len(tokens)) >= len(row["prompt"]))
+
+
+def estimate(trainer, processes):
+    """One line: parameters, memory, and time from one sequence."""
+    begin = time.perf_counter()
+    trainer.accumulate(trainer.sequences[0], [0])
+    seconds = time.perf_counter() - begin
+    trainer.optimizer.zero_grad(set_to_none=True)
+    config, settings = trainer.drafter.config, trainer.settings
+    rows = (settings.at_once or settings.anchors) * config.block_size * config.vocab_size
+    gigabytes = (16 * config.parameter_count() + 6 * 4 * rows) / 1e9  # weights, slopes, two moments; logits and slopes
+    hours = seconds * settings.sequences / processes * (settings.steps - trainer.step) / 3600
+    return (
+        f"estimate: {config.parameter_count():,} parameters, {settings.steps} steps of {settings.sequences} sequences; "
+        f"about {gigabytes:.2g} GB beside the target, {hours:.2g} h"
+    )
+
+
+def profile(seconds, total):
+    """Where the time of the steps went."""
+    lines = [f"{part:20} {s:9.2f} s {s / total:7.1%}" for part, s in seconds.most_common()]
+    return "\n".join([*lines, f"{'all':20} {total:9.2f} s"])
+
+
+def new_parser(doc, sizes):
+    """A parser, described by a script's docstring, with the flags of every training; sizes, {preset: {flag: value}}."""
+    parser = argparse.ArgumentParser(
+        description=doc.split("\n\n")[0], epilog=doc.split("\n\n", 1)[1],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add = parser.add_argument
+    add("--target", required=True, metavar="ID_OR_FOLDER")
+    add("--revision", help="branch, tag or commit of a hub id")
+    add("--out", required=True, metavar="FOLDER", help="the drafter's folder")
+    add("--preset", choices=tuple(sizes), default="released", help="sizes for a large model or for a tiny one")
+    add("--prompts", nargs="+", type=Path, metavar="FILE", help="JSONL files (default: the project's, for a trial)")
+    add("--answers", type=Path, metavar="FILE", help="the target's answers (default: OUT.answers.jsonl)")
+    add("--answer-tokens", type=int, metavar="N", help="cap on an answer's length")
+    add("--max-tokens", type=int, default=4096, metavar="N", help="longer sequences are cut")
+    add("--thinking", choices=("off", "on", "unset"), default="off", help="passed to the chat template")
+    add("--sequences", type=int, help="sequences of a step, over all processes")
+    add("--anchors", type=int, help="most anchors of a sequence")
+    add("--at-once", type=int, default=0, metavar="N", help="anchors held in memory at a time (default: all)")
+    add("--steps", type=int, help="length in steps instead of epochs")
+    add("--learning-rate", type=float)
+    add("--seed", type=int, default=42)
+    add("--device", default="auto", help="cpu, cuda or cuda:N (default: cuda if there is one)")
+    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of products; weights are float32")
+    add("--save-every", type=int, default=100, metavar="STEPS")
+    add("--resume", action="store_true", help="go on from OUT.checkpoint")
+    add("--limit", type=int, metavar="N", help="smoke run: at most N prompts and steps")
+    add("--profile", action="store_true", help="print where the time of a step goes")
+    return parser
+
+
+def settle(options, sizes):
+    """Fill in what the preset decides."""
+    for name, value in sizes[options.preset].items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    if options.limit:
+        options.sequences = min(options.sequences, options.limit)
+    return options
