@@ -8,6 +8,7 @@ from fast.clusters import KMedian, k_median
 from fast.decoder import Decoder
 from fast.distance import barycentre, barycentre_risk, overlap, total_variation
 from fast.drafters import Context, Drafter, Proposal, TrainingBlocks
+from fast.engine import Completion, Engine, Request, RoundStats, tokens_per_round
 from fast.enumeration import StratifiedSlot, enumerate_paths, stratify_paths
 from fast.floors import Floor, floor, truncated_floor
 from fast.information import (
@@ -47,10 +48,12 @@ __all__ = [
     "Answer",
     "BestResponse",
     "BlockPaths",
+    "Completion",
     "Context",
     "Decoder",
     "Dependence",
     "Drafter",
+    "Engine",
     "Floor",
     "Gap",
     "KMedian",
@@ -58,7 +61,9 @@ __all__ = [
     "Objective",
     "Proposal",
     "RealisedLoss",
+    "Request",
     "ReweightedFloor",
+    "RoundStats",
     "SamplingLaw",
     "Serving",
     "ServingRisk",
@@ -111,6 +116,7 @@ __all__ = [
     "stratify_paths",
     "survival",
     "sweep",
+    "tokens_per_round",
     "total_variation",
     "truncate",
     "truncated_floor",

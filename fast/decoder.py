@@ -1,8 +1,9 @@
 """The target in PyTorch: Qwen3 and Llama decoders, CPU and CUDA, float32, bfloat16 or float64.
 
 Modules carry the hub's weight names, so loading is one loop.  Three forwards share the layers: `prefill` (one
-prefix, causal), `step` (one new token for each of many sequences) and `grow` (one forward of n new tree nodes,
-each attending to the shared prefix and its own ancestors).  What they attend to lives in `fast/kv_cache.py`.
+prefix, causal), `extend` (a few new tokens for each of many sequences; `step` for one) and `grow` (one forward of n
+new tree nodes, each attending to the shared prefix and its own ancestors).  What they attend to lives in
+`fast/kv_cache.py`.
 
 Twin: `reference/decoder.py`, where the layer's formula is.  Tests: `tests/test_decoder.py`.
 """
@@ -224,24 +225,41 @@ class Decoder(nn.Module):
 
     def step(self, cache, tokens):
         """Append one token to every row of the cache: logits [rows, V]."""
-        rows, lengths = torch.arange(len(tokens), device=self.device), cache.lengths
-        if len(rows) != len(lengths):
-            raise ValueError(f"the cache holds {len(lengths)} sequences and needs as many tokens, got {len(rows)}")
+        lengths = cache.lengths
+        if len(tokens) != len(lengths):
+            raise ValueError(f"the cache holds {len(lengths)} sequences and needs as many tokens, got {len(tokens)}")
         longest = int(lengths.max()) + 1
         if longest > cache.capacity:
             raise ValueError(f"the cache is full: a row already holds {cache.capacity} tokens")
-        hidden_keys = torch.arange(longest, device=self.device) > lengths[:, None]  # [rows, longest]
+        logits, _ = self.extend(cache, torch.as_tensor(tokens, device=self.device)[:, None], lengths, longest)
+        cache.lengths = lengths + 1
+        return logits[:, 0]
+
+    def extend(self, cache, tokens, lengths, span, taps=()):
+        """Run T new tokens behind each of the first n rows of a cache: (logits [n, T, V], features [n, T, taps * H]).
+
+        Their keys and values are written behind the row's, and how many of them are kept is for the caller to say:
+        `cache.lengths` is neither read nor changed.  Nothing here waits for the device.
+
+        Args: tokens int [n, T]; lengths int [n], of what the rows hold; span, at least the greatest of lengths + T,
+            how many positions of the cache are looked at.
+        """
+        n, new = tokens.shape
+        rows = torch.arange(n, device=self.device)[:, None]
+        positions = lengths[:, None] + torch.arange(new, device=self.device)
+        unseen = torch.arange(span, device=self.device) > positions[..., None]  # [n, T, span]
 
         def attend(layer, q, k, v):
-            keys, values = cache.keys[layer], cache.values[layer]
-            keys[rows, :, lengths], values[rows, :, lengths] = k, v
-            q, group = grouped(q[:, None], k.shape[1])
-            scores = (q @ wide(keys[:, :, :longest]).mT).masked_fill(hidden_keys[:, None, None], -torch.inf)
-            return ungrouped(softmax(scores) @ wide(values[:, :, :longest]), group, 1)[:, 0].to(v.dtype)
+            keys, values = cache.keys[layer, :n], cache.values[layer, :n]
+            keys[rows, :, positions], values[rows, :, positions] = k.unflatten(0, (n, new)), v.unflatten(0, (n, new))
+            q, group = grouped(q.unflatten(0, (n, new)), k.shape[1])
+            scores = (q @ wide(keys[:, :, :span]).mT).unflatten(2, (group, new))
+            scores = scores.masked_fill(unseen[:, None, None], -torch.inf).flatten(2, 3)
+            mixed = ungrouped(softmax(scores) @ wide(values[:, :, :span]), group, new)
+            return mixed.flatten(0, 1).to(v.dtype)
 
-        hidden, _ = self.forward(torch.as_tensor(tokens, device=self.device), lengths, attend)
-        cache.lengths = lengths + 1
-        return self.read_out(hidden)
+        hidden, features = self.forward(tokens.flatten(), positions.flatten(), attend, taps)
+        return self.read_out(hidden).unflatten(0, (n, new)), features.unflatten(0, (n, new))
 
     def grow(self, cache, parents, tokens):
         """Add tree nodes beside a one-row cache in one forward: logits [n, V]."""

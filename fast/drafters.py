@@ -159,12 +159,17 @@ class Drafter(nn.Module):
 
         Args: features [s, n * H].  Returns: a list of pairs, keys and values [1, kv heads, s, d].
         """
+        pairs = self.keys_values(features, start + torch.arange(len(features), device=self.device))
+        return [tuple(t.transpose(0, 1)[None] for t in pair) for pair in pairs]
+
+    def keys_values(self, features, positions):
+        """What `memorise` gives, of features [s, n * H] at any positions int [s]: pairs [s, kv heads, d]."""
         fused = self.fuse(features)
-        turn = self._turn(start + torch.arange(len(fused), device=self.device))
+        turn = self._turn(positions)
         pairs = [layer.self_attn.keys_values(fused, *turn) for layer in self.layers]
         if self.config.family == "attention":
             pairs.append(self.markov_head.memorise(fused))
-        return [tuple(t.transpose(0, 1)[None] for t in pair) for pair in pairs]
+        return pairs
 
     def hidden(self, memory, anchors, tokens):
         """Final states [A, B, H] of the blocks at positions `anchors` [A] whose anchor tokens are `tokens` [A].
@@ -211,6 +216,15 @@ class Drafter(nn.Module):
         """Confidence logits [...] of slots with states [..., H] and predecessors [...], None without that head."""
         return self.confidence_head and self.confidence_head(hidden, predecessors, self.markov_head)
 
+    def slot_logits(self, base, hidden, seen, past, candidates=None):
+        """Logits [n, Vd] of one slot of n blocks, -inf outside the candidates [n, K].
+
+        Args: base [n, Vd]; hidden [n, T, H], states of the rows up to the slot's whose predecessors are seen [n, T].
+        """
+        if self.correction is None:
+            return base if candidates is None else only(candidates, base.gather(-1, candidates), base)
+        return self.correct(base, self.correction(hidden, seen, past)[:, -1], candidates)
+
     def past(self, memory, anchors, tokens):
         """What a prefix-attention head reads, None for the other families."""
         return Past(*memory[-1], anchors, tokens) if self.config.family == "attention" else None
@@ -253,6 +267,43 @@ class Context:
     def memory(self):
         """Keys and values of the positions there are, as `Drafter.memorise` gives them."""
         return [tuple(t[:, :, : self.length] for t in pair) for pair in self.buffers]
+
+
+class Contexts:
+    """Committed positions of many sequences, a row each with room for `capacity`; how many count is the caller's.
+
+    Keys and values of every layer, and of a prefix-attention head, lie in buffers [rows, kv heads, capacity, d].
+    """
+
+    @torch.no_grad()
+    def __init__(self, drafter, rows, capacity):
+        self.drafter = drafter
+        pairs = drafter.memorise(torch.empty(0, drafter.fc.in_features), 0)
+        self.buffers = [tuple(t.new_zeros(rows, t.shape[1], capacity, t.shape[3]) for t in pair) for pair in pairs]
+
+    @torch.no_grad()
+    def write(self, features, starts, first=0):
+        """Put s positions into each of n rows from `first` on: features [n, s, taps * H], at starts int [n] and after.
+
+        They need not all count: what lies at or behind an anchor is not seen.
+        """
+        n, new = features.shape[:2]
+        rows = first + torch.arange(n, device=starts.device)[:, None]
+        positions = starts[:, None] + torch.arange(new, device=starts.device)
+        pairs = self.drafter.keys_values(features.flatten(0, 1), positions.flatten())
+        for buffers, pair in zip(self.buffers, pairs, strict=True):
+            for buffer, t in zip(buffers, pair, strict=True):
+                buffer[rows, :, positions] = t.unflatten(0, (n, new))
+
+    def memory(self, rows, span):
+        """Keys and values of the first rows and positions, as `Drafter.hidden` reads them."""
+        return [tuple(t[:rows, :, :span] for t in pair) for pair in self.buffers]
+
+    def move(self, source, row, length):
+        """Copy the first `length` positions of one row over another's."""
+        for pair in self.buffers:
+            for buffer in pair:
+                buffer[row, :, :length] = buffer[source, :, :length]
 
 
 class Proposal:
@@ -321,15 +372,12 @@ class Proposal:
 
     def _slot_logits(self, slot, seen):
         """Logits [n, Vd] over the draft vocabulary given what the slot reads of n histories."""
-        drafter, base = self._drafter, self._base[slot].expand(len(seen), -1)
         candidates = None if self._candidates is None else self._candidates[slot].expand(len(seen), -1)
-        if drafter.correction is None:
-            return base if candidates is None else only(candidates, base.gather(-1, candidates), base)
-        end = drafter.first + slot + 1
+        end = self._drafter.first + slot + 1
         hidden = self._rows[end - seen.shape[1] : end].expand(len(seen), -1, -1)
         past = self._past and self._past.repeat(len(seen))
-        latent = drafter.correction(hidden, self._on_device(seen), past)[:, -1]
-        return drafter.correct(base, latent, candidates)
+        base = self._base[slot].expand(len(seen), -1)
+        return self._drafter.slot_logits(base, hidden, self._on_device(seen), past, candidates)
 
     def _seen(self, slot, history):
         """What a slot reads of histories: the predecessor, int [n, 1], or those of all rows up to the slot's.
@@ -348,6 +396,31 @@ class Proposal:
 
     def _on_device(self, ids):
         return torch.from_numpy(np.ascontiguousarray(ids)).to(self._drafter.device)
+
+
+class Blocks:
+    """One block for each of n sequences, drafted side by side: what `Proposal` is for one.
+
+    Args: rows [n, B, H], final states; base [n, gamma, Vd]; candidates [n, gamma, K] or None; past, as `Drafter.past`.
+    """
+
+    def __init__(self, drafter, rows, base, candidates, past):
+        self.drafter, self.rows, self.base, self.candidates, self.past = drafter, rows, base, candidates, past
+
+    def logits(self, slot, chains):
+        """Logits [n, V] at temperature 1 of a slot after chains int [n, slot + 1], anchors first."""
+        end = self.drafter.first + slot + 1
+        seen = chains[:, -1:]
+        if self.drafter.order is None:  # the recurrent head runs from row 0 on, see `Proposal`
+            seen = torch.cat([chains[:, : self.drafter.first], chains], dim=1)
+        candidates = None if self.candidates is None else self.candidates[:, slot]
+        hidden = self.rows[:, end - seen.shape[1] : end]
+        logits = self.drafter.slot_logits(self.base[:, slot], hidden, seen, self.past, candidates)
+        return self.drafter.spread(logits)
+
+    def confidence(self, slot, chains):
+        """Confidence logits [n] of the slot, None without that head."""
+        return self.drafter.confidence(self.rows[:, self.drafter.first + slot], chains[:, -1])
 
 
 def grow(buffer, capacity):

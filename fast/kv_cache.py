@@ -51,3 +51,8 @@ class KVCache:
     def keep(self, rows):
         """Keep only these sequences, in this order (finished answers leave a batch)."""
         self.keys, self.values, self.lengths = self.keys[:, rows], self.values[:, rows], self.lengths[rows]
+
+    def move(self, source, row, length):
+        """Copy the first `length` positions of one row over another's."""
+        for cache in (self.keys, self.values):
+            cache[:, row, :, :length] = cache[:, source, :, :length]

@@ -40,6 +40,7 @@ from reference.clusters import KMedian, k_median
 from reference.decoder import Decoder
 from reference.distance import barycentre, barycentre_risk, overlap, total_variation
 from reference.drafters import Context, Drafter, Proposal, TrainingBlocks
+from reference.engine import Completion, Engine, Request, RoundStats, tokens_per_round
 from reference.enumeration import StratifiedSlot, enumerate_paths, stratify_paths
 from reference.floors import Floor, floor, truncated_floor
 from reference.information import (
@@ -79,10 +80,12 @@ __all__ = [
     "Answer",
     "BestResponse",
     "BlockPaths",
+    "Completion",
     "Context",
     "Decoder",
     "Dependence",
     "Drafter",
+    "Engine",
     "Floor",
     "Gap",
     "KMedian",
@@ -90,7 +93,9 @@ __all__ = [
     "Objective",
     "Proposal",
     "RealisedLoss",
+    "Request",
     "ReweightedFloor",
+    "RoundStats",
     "SamplingLaw",
     "Serving",
     "ServingRisk",
@@ -143,6 +148,7 @@ __all__ = [
     "stratify_paths",
     "survival",
     "sweep",
+    "tokens_per_round",
     "total_variation",
     "truncate",
     "truncated_floor",

@@ -116,16 +116,30 @@ class Session:
     """One prefix and the tree of continuations grown from it; node ids count up, -1 is the prefix.
 
     `features` [S, n * H]: the taps' outputs at every position of the prefix, side by side.
+
+    While there is no tree the prefix itself may be extended by several tokens at a time and cropped again, as
+    speculative decoding does; `features` and `root_logits` stay those of the prefix that was opened.
     """
 
     def __init__(self, decoder, prefix, taps=()):
-        self.decoder, self.prefix_length = decoder, len(prefix)
-        causal, positions = np.tri(len(prefix), dtype=bool), np.arange(len(prefix))
-        outputs = dict.fromkeys(taps)
-        hidden, self.cache = decoder.forward(prefix, positions, decoder.empty_cache(), causal, outputs)
-        self.features = np.concatenate([hidden[:, :0], *(outputs[tap] for tap in taps)], axis=1)
-        self.root_logits = hidden[-1] @ decoder.head.T
+        self.decoder, self.taps, self.prefix_length, self.cache = decoder, taps, 0, decoder.empty_cache()
         self.ancestors = np.zeros((0, 0), dtype=bool)  # [nodes, nodes], a node counts as its own ancestor
+        hidden, self.features = self._read(prefix)
+        self.root_logits = hidden[-1] @ decoder.head.T
+
+    def extend(self, tokens):
+        """Read n more tokens of the prefix: (logits after each [n, V], features [n, taps * H])."""
+        self._check_no_tree()
+        hidden, features = self._read(check_tokens(tokens, self.decoder.vocab_size))
+        return hidden @ self.decoder.head.T, features
+
+    def crop(self, length):
+        """Forget all but the first `length` tokens of the prefix."""
+        self._check_no_tree()
+        if not 0 < length <= self.prefix_length:
+            raise ValueError(f"a prefix of {self.prefix_length} tokens cannot be cropped to {length}")
+        self.cache = [(keys[:length], values[:length]) for keys, values in self.cache]
+        self.prefix_length = length
 
     def grow(self, parents, tokens):
         """Add one node per (parent, token) pair: logits [n, V]."""
@@ -140,6 +154,18 @@ class Session:
         positions = self.prefix_length - 1 + ancestors[old:].sum(axis=1)
         hidden, self.cache = self.decoder.forward(tokens, positions, self.cache, visible)
         return hidden @ self.decoder.head.T
+
+    def _read(self, tokens):
+        """Append tokens to the prefix: final hidden states [n, H], features [n, taps * H]."""
+        old, new, outputs = self.prefix_length, len(tokens), dict.fromkeys(self.taps)
+        visible = np.tri(new, old + new, k=old, dtype=bool)
+        hidden, self.cache = self.decoder.forward(tokens, old + np.arange(new), self.cache, visible, outputs)
+        self.prefix_length += new
+        return hidden, np.concatenate([hidden[:, :0], *(outputs[tap] for tap in self.taps)], axis=1)
+
+    def _check_no_tree(self):
+        if len(self.ancestors):
+            raise ValueError("a prefix from which a tree has grown cannot change; open another session")
 
 
 def check_taps(taps, num_layers):
