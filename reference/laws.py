@@ -9,6 +9,7 @@ Twin: `fast/laws.py`.  Tests: `tests/test_laws.py`.
 
 from dataclasses import dataclass
 from numbers import Integral
+from operator import index
 
 import numpy as np
 
@@ -28,7 +29,11 @@ class SamplingLaw:
     def __post_init__(self):
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be finite and at least 0, got {self.temperature}")
-        if not isinstance(self.top_k, Integral) or self.top_k < 0:
+        try:
+            object.__setattr__(self, "top_k", index(self.top_k))
+        except TypeError:
+            raise ValueError(f"top_k must be a whole number, 0 (off) or more, got {self.top_k}") from None
+        if self.top_k < 0:
             raise ValueError(f"top_k must be a whole number, 0 (off) or more, got {self.top_k}")
         if not 0 <= self.top_p <= 1:
             raise ValueError(f"top_p must lie in [0, 1], got {self.top_p}")
