@@ -17,13 +17,12 @@ is OUT.checkpoint.  Every number of processes makes the same steps.  The last li
 import json
 from functools import partial
 
-import numpy as np
-
 from fast import training
 from fast import training_program as program
 from fast.draft_losses import RECIPES
 from models.config import DecoderConfig
 from models.drafter_config import DrafterConfig
+from models.drafter_dialects import spread_taps
 
 SIZES = {  # of a drafter, of a step, of its data
     "released": {"layers": 5, "taps": 5, "rank": None, "anchors": 512, "sequences": 512, "learning_rate": 6e-4,
@@ -31,7 +30,7 @@ SIZES = {  # of a drafter, of a step, of its data
     "tiny": {"layers": 2, "taps": 3, "rank": 32, "anchors": 64, "sequences": 8, "learning_rate": 2e-3,
              "answer_tokens": 512},
 }  # fmt: skip
-RANKS = {"dflash": 0, "dspark": 256, "attention": 512, "dflash2": 256}  # of the head, in the released sizes
+RANKS = {"dflash": None, "dspark": 256, "attention": 512, "dflash2": 256}  # of the head, in the released sizes
 BLOCKS = {"dflash": 7, "dspark": 7, "attention": 7, "dflash2": 8}
 HEADS, CANDIDATES, GROUP = 4, 16, 16  # of a prefix-attention head, of a slot, channels of a convolution's kernel
 
@@ -55,7 +54,8 @@ def begin(options, snapshot, target, text):
 def new_config(target, options, mask):
     """config.json of a new drafter as its family is released: the target's own, with the drafter's keys.
 
-    dflash, dspark: DeepSpec's dialect; attention: the same with specfloor's keys; dflash2: z-lab's.
+    dflash, dspark: DeepSpec's dialect; attention: the same with specfloor's keys; dflash2: z-lab's.  An objective that
+    does not train a confidence head leaves it out.
     """
     family, layers = options.family, options.layers
     widths = DecoderConfig.from_dict(target)
@@ -78,13 +78,16 @@ def new_config(target, options, mask):
         return config | {
             "architectures": ["DFlash2DraftModel"], "is_causal": False, "dflash_config": block | selector | conv,
         }  # fmt: skip
+    confidence = family != "dflash" and RECIPES[options.objective].confidence > 0
     config |= block | {
-        "sample_from_anchor": True, "num_anchors": options.anchors, "markov_rank": options.rank,
-        "enable_confidence_head": family != "dflash",
+        "sample_from_anchor": True, "num_anchors": options.anchors, "enable_confidence_head": confidence,
+        "markov_rank": 0 if family == "dflash" else options.rank,
     }  # fmt: skip
     if family == "dflash":
         return config
-    config |= {"confidence_head_with_markov": True, "markov_head_type": "attn" if family == "attention" else "vanilla"}
+    config |= {
+        "confidence_head_with_markov": confidence, "markov_head_type": "attn" if family == "attention" else "vanilla",
+    }  # fmt: skip
     if family == "dspark":
         return config
     return config | {
@@ -97,12 +100,6 @@ def new_config(target, options, mask):
         "causal_draft_mask": False, "is_causal": False,
         "dflash_config": {"slot_embed": True, "short_conv_kernel_size": 2, "short_conv_group_size": GROUP},
     }  # fmt: skip
-
-
-def spread_taps(layers, count):
-    """Up to `count` different layers of the target, evenly from the second to the fourth-last."""
-    low = min(1, layers - 2)
-    return [int(tap) for tap in np.unique(np.linspace(low, max(layers - 3, low), count).round())]
 
 
 def mask_id(options, target, text):
@@ -129,9 +126,13 @@ def parse(arguments):
     add("--taps", type=int, help="how many of the target's layers are read")
     add("--mask-id", type=int, help="the id that fills the block (default: the tokenizer's mask, or a spare id)")
     add("--epochs", type=int, default=10)
-    options = program.settle(parser.parse_args(arguments), SIZES)
-    options.rank = 0 if options.family == "dflash" else options.rank or RANKS[options.family]
-    options.block_size = options.block_size or BLOCKS[options.family]
+    options = parser.parse_args(arguments)
+    if options.family == "dflash" and options.rank is not None:
+        parser.error("--rank is the width of a head, and a dflash drafter has none")
+    options = program.settle(options, SIZES)
+    for name, defaults in (("rank", RANKS), ("block_size", BLOCKS)):
+        if getattr(options, name) is None:
+            setattr(options, name, defaults[options.family])
     options.objective = options.objective or options.family
     return options
 

@@ -3,7 +3,8 @@
 Modules carry the published tensor names, so loading is one loop.  A `Context` keeps every layer's keys and values of
 the committed prefix; `propose` runs one block over it, `forward_blocks` runs many over a context that they share, with
 gradients.  A `Proposal` reads histories out in groups of one size, so that the bits of a row do not depend on the
-others it is asked with: the row that is verified is the row that was sampled from.
+others it is asked with: the row that is verified is the row that was sampled from.  Products narrower than 16 on CPUs
+are the exception: there the last bits of a row can depend on its place in the group.
 
 Twin: `reference/drafters.py`, where drafters are explained.  Tests: `tests/test_drafter_twins.py`.
 """
@@ -21,7 +22,7 @@ from fast.draft_layers import attend_blocks, layer_class, unseen_context, unseen
 from fast.laws import SamplingLaw, draw, warp
 from models.drafter_checkpoint import check_target, read_drafter
 from models.drafter_config import DrafterConfig
-from reference.drafters import TrainingBlocks
+from reference.drafters import TrainingBlocks, check_blocks, check_history
 from reference.paths import check_tokens
 
 __all__ = ["Context", "Drafter", "Proposal", "TrainingBlocks"]
@@ -125,18 +126,13 @@ class Drafter(nn.Module):
 
         The block of an anchor at position p sees the features before p and its own rows, never another block.
 
-        Args: features [S, n * H]; tokens int [S]; anchors int [A], positions; predecessors int [A, B], the token
-            before the one that each row predicts (None: the sequence's own; past its end, its last).
+        Args: features [S, n * H]; tokens int [S]; anchors int [A], positions, A >= 1; predecessors int [A, B], the
+            token before the one that each row predicts (None: the sequence's own; past its end, its last).
         """
-        tokens, anchors = check_tokens(tokens, self.vocab_size), np.asarray(anchors, dtype=np.int64)
-        if len(features) != len(tokens) or not ((anchors >= 0) & (anchors < len(tokens))).all():
-            raise ValueError(f"{len(tokens)} tokens need as many features, not {len(features)}, and anchors among them")
-        if predecessors is None:
-            rows = anchors[:, None] + np.arange(self.config.block_size) - self.first
-            predecessors = tokens[rows.clip(anchors[:, None], len(tokens) - 1)]
-        memory = self.memorise(features[: anchors.max(initial=0)], 0)
+        tokens, anchors, predecessors = check_blocks(self.config, features, tokens, anchors, predecessors)
+        memory = self.memorise(features[: anchors.max()], 0)
         tokens, anchors, predecessors = (
-            torch.as_tensor(ids, device=self.device) for ids in (tokens[anchors], anchors, predecessors)
+            torch.from_numpy(ids).to(self.device) for ids in (tokens[anchors], anchors, predecessors)
         )
         hidden = self.hidden(memory, anchors, tokens)
         base = self.scores(hidden)
@@ -258,12 +254,6 @@ class Context:
                 buffer[:, :, self.length : end] = t
         self.length = end
 
-    def crop(self, length):
-        """Forget all but the first `length` positions."""
-        if not 0 <= length <= self.length:
-            raise ValueError(f"a context of {self.length} positions cannot be cropped to {length}")
-        self.length = length
-
     def memory(self):
         """Keys and values of the positions there are, as `Drafter.memorise` gives them."""
         return [tuple(t[:, :, : self.length] for t in pair) for pair in self.buffers]
@@ -326,7 +316,7 @@ class Proposal:
     @torch.no_grad()
     def logits(self, slot, history):
         """Logits at temperature 1 given histories int [n, h]: [n, V], -inf for what is never proposed."""
-        seen = self._seen(slot, history)
+        seen = check_history(self._drafter.config, slot, history)
         if self.order == 0:
             return self._drafter.spread(self._slot_logits(slot, seen[:1])).expand(len(seen), -1)
         rows = self._base.new_empty(len(seen), self._drafter.vocab_size)
@@ -346,7 +336,7 @@ class Proposal:
     @torch.no_grad()
     def confidence(self, slot, history):
         """Logits [n] of the chance that this slot is accepted if those before it were, None without that head."""
-        seen = self._on_device(self._seen(slot, history)[:, -1])
+        seen = self._on_device(check_history(self._drafter.config, slot, history)[:, -1])
         return self._drafter.confidence(self.hidden[slot].expand(len(seen), -1), seen)
 
     def sample(self, uniforms):
@@ -379,21 +369,6 @@ class Proposal:
         base = self._base[slot].expand(len(seen), -1)
         return self._drafter.slot_logits(base, hidden, self._on_device(seen), past, candidates)
 
-    def _seen(self, slot, history):
-        """What a slot reads of histories: the predecessor, int [n, 1], or those of all rows up to the slot's.
-
-        The latter is for the recurrent head.  It starts at row 0, also where that row predicts nothing: the anchor is
-        then its predecessor too.
-        """
-        if not 0 <= slot < self.gamma:
-            raise ValueError(f"slot {slot} asked, a block has slots 0..{self.gamma - 1}")
-        history, reach = np.asarray(history, dtype=np.int64), slot + 1 if self.order is None else 1
-        if history.ndim != 2 or not len(history) or history.shape[1] < reach:
-            raise ValueError(f"slot {slot} needs histories [n, h], n >= 1 and h >= {reach}, got {history.shape}")
-        check_tokens(history.ravel(), self._drafter.vocab_size)
-        history = history[:, -reach:]
-        return np.concatenate([history[:, : self._drafter.first], history], axis=1) if self.order is None else history
-
     def _on_device(self, ids):
         return torch.from_numpy(np.ascontiguousarray(ids)).to(self._drafter.device)
 
@@ -411,7 +386,7 @@ class Blocks:
         """Logits [n, V] at temperature 1 of a slot after chains int [n, slot + 1], anchors first."""
         end = self.drafter.first + slot + 1
         seen = chains[:, -1:]
-        if self.drafter.order is None:  # the recurrent head runs from row 0 on, see `Proposal`
+        if self.drafter.order is None:  # the recurrent head runs from row 0 on, see `check_history`
             seen = torch.cat([chains[:, : self.drafter.first], chains], dim=1)
         candidates = None if self.candidates is None else self.candidates[:, slot]
         hidden = self.rows[:, end - seen.shape[1] : end]

@@ -109,7 +109,7 @@ class Trainer:
         return fit_recipe(recipe or RECIPES[config.family], config)
 
     def update(self):
-        """One AdamW step: `Step`.  Raises ValueError where the loss is not finite, before any weight has changed."""
+        """One AdamW step: `Step`.  ValueError where loss or gradient is not finite, before any weight has changed."""
         settings, (rank, processes) = self.settings, place()
         self.optimizer.zero_grad(set_to_none=True)
         order = sequences_of(self.step, len(self.sequences), settings.sequences, settings.seed)
@@ -122,11 +122,15 @@ class Trainer:
         terms = {name: sums[name] / weight for name in self.recipe.terms}
         loss = sum(getattr(self.recipe, name) * value for name, value in terms.items())
         if not math.isfinite(loss):
-            raise ValueError(f"the loss is {loss} at step {self.step}; resume with a smaller learning rate")
+            raise ValueError(f"the loss is {loss} at step {self.step}; start anew with a smaller learning rate")
         with self.timed("optimizer"):
             for p in self.parameters:
                 p.grad /= weight
             norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, settings.clip))
+            if not math.isfinite(norm):
+                raise ValueError(
+                    f"the gradient's norm is {norm} at step {self.step}; start anew with a smaller learning rate"
+                )
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate(self.step, settings)
             self.optimizer.step()

@@ -9,6 +9,7 @@ Tests: `tests/test_training.py`, `tests/test_dreal.py`.
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -33,6 +34,10 @@ from reference.program import sha
 from reference.records import RecordFile, read
 
 ANSWERS_AT_ONCE, ANSWER_SEED = 16, 0
+COUNTS = (
+    "limit", "sequences", "anchors", "at_once", "steps", "epochs", "save_every", "answer_tokens", "max_tokens",
+    "layers", "block_size", "rank", "taps",
+)  # fmt: skip
 
 
 def launch(options, begin):
@@ -50,6 +55,7 @@ def launch(options, begin):
 
 def run(options, begin):
     """Answers, drafter, training, the drafter's folder; returns the report, None but in the first process."""
+    check(options)
     rank, processes = join(options)
     say = (lambda *text: print(*text, file=sys.stderr, flush=True)) if rank == 0 else (lambda *_: None)
     checkpoint = Path(f"{options.out}.checkpoint")
@@ -64,7 +70,7 @@ def run(options, begin):
 
     steps = options.steps or options.epochs * (len(sequences) // options.sequences)
     settings = training.Settings(
-        min(steps, options.limit or steps), options.sequences, options.anchors, options.at_once,
+        min(steps, options.limit or steps), options.sequences, options.anchors, options.at_once or 0,
         options.learning_rate, seed=options.seed,
     )  # fmt: skip
     autocast = torch.bfloat16 if options.dtype == "bfloat16" else None
@@ -102,6 +108,22 @@ def run(options, begin):
         "seconds": round(seconds, 2), "tokens_per_second": round(read_per_step * (trainer.step - first) / seconds),
         **shown, "counts": counts,
     }  # fmt: skip
+
+
+def check(options):
+    """ValueError for numbers that train nothing and for an --out that is a file; makes the folder that holds it."""
+    for name in COUNTS:
+        value = getattr(options, name, None)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if not 0 < options.learning_rate < math.inf:
+        raise ValueError(f"--learning-rate must be a positive number, got {options.learning_rate}")
+    if options.seed < 0:
+        raise ValueError(f"--seed must be at least 0, got {options.seed}")
+    out = Path(options.out)
+    if out.is_file():
+        raise ValueError(f"{out} is a file; --out names the drafter's folder")
+    out.parent.mkdir(parents=True, exist_ok=True)
 
 
 def join(options):
@@ -215,7 +237,7 @@ def new_parser(doc, sizes):
     add("--thinking", choices=("off", "on", "unset"), default="off", help="passed to the chat template")
     add("--sequences", type=int, help="sequences of a step, over all processes")
     add("--anchors", type=int, help="most anchors of a sequence")
-    add("--at-once", type=int, default=0, metavar="N", help="anchors held in memory at a time (default: all)")
+    add("--at-once", type=int, metavar="N", help="anchors held in memory at a time (default: all)")
     add("--steps", type=int, help="length in steps instead of epochs")
     add("--learning-rate", type=float)
     add("--seed", type=int, default=42)

@@ -215,9 +215,9 @@ class Checkpoint:
             elif not (stored.endswith("rotary_emb.inv_freq") or (tied_head and stored == HEAD)):
                 unexpected.append(stored)
         problems = [
-            *_first_few("missing", missing),
-            *_first_few("unexpected", unexpected),
-            *_first_few("of another shape", reshaped),
+            *first_few("missing", missing),
+            *first_few("unexpected", unexpected),
+            *first_few("of another shape", reshaped),
         ]
         if HEAD in missing:
             problems.append(f"{HEAD} may be absent only where tie_word_embeddings is true, which the config denies")
@@ -273,7 +273,7 @@ def to_float(raw: np.ndarray, dtype: str, out: type = np.float32) -> np.ndarray:
     return raw.astype(out, copy=False)
 
 
-def _first_few(what: str, names: list[str], few: int = 4) -> list[str]:
+def first_few(what: str, names: list[str], few: int = 4) -> list[str]:
     """One clause on these tensors, or none."""
     more = ", ..." if len(names) > few else ""
     return [f"{len(names)} {what}: {', '.join(names[:few])}{more}"] if names else []

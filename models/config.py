@@ -168,37 +168,37 @@ class DecoderConfig:
             notes.append(f"{key} is missing: taken as {default}")
             return {key: default}
 
-        num_heads = _size(raw, "num_attention_heads")
-        num_kv_heads = _size(noted("num_key_value_heads", num_heads), "num_key_value_heads")
+        num_heads = size(raw, "num_attention_heads")
+        num_kv_heads = size(noted("num_key_value_heads", num_heads), "num_key_value_heads")
         if num_heads % num_kv_heads:
             raise ConfigError(f"{num_heads} attention heads cannot share {num_kv_heads} key-value heads evenly")
-        hidden_size = _size(raw, "hidden_size")
+        hidden_size = size(raw, "hidden_size")
         # Qwen3's default is a constant, not hidden_size / num_attention_heads.
         implied, rest = (128, 0) if model_type == "qwen3" else divmod(hidden_size, num_heads)
         if raw.get("head_dim") is None and rest:
             raise ConfigError(f"head_dim is missing and {num_heads} heads do not divide hidden_size {hidden_size}")
-        head_dim = _size(noted("head_dim", implied), "head_dim")
+        head_dim = size(noted("head_dim", implied), "head_dim")
         if head_dim % 2:
             raise ConfigError(f"head_dim must be even for the rotary embedding, got {head_dim}")
-        all_bias = model_type in ("qwen3", "llama") and _flag(raw, "attention_bias")
+        all_bias = model_type in ("qwen3", "llama") and flag(raw, "attention_bias")
 
         return cls(
             model_type=model_type,
-            vocab_size=_size(raw, "vocab_size"),
+            vocab_size=size(raw, "vocab_size"),
             hidden_size=hidden_size,
-            intermediate_size=_size(raw, "intermediate_size"),
-            num_layers=_size(raw, "num_hidden_layers"),
+            intermediate_size=size(raw, "intermediate_size"),
+            num_layers=size(raw, "num_hidden_layers"),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=_number(noted("rms_norm_eps", 1e-6), "rms_norm_eps"),
-            rope=_rope(raw, notes),
-            max_positions=_size(raw, "max_position_embeddings"),
-            tied=_flag(noted("tie_word_embeddings", False), "tie_word_embeddings"),
+            rms_norm_eps=number(noted("rms_norm_eps", 1e-6), "rms_norm_eps"),
+            rope=read_rope(raw, notes),
+            max_positions=size(raw, "max_position_embeddings"),
+            tied=flag(noted("tie_word_embeddings", False), "tie_word_embeddings"),
             qk_norm=model_type == "qwen3",
             qkv_bias=model_type == "qwen2" or all_bias,
             o_bias=all_bias,
-            mlp_bias=model_type == "llama" and _flag(raw, "mlp_bias"),
+            mlp_bias=model_type == "llama" and flag(raw, "mlp_bias"),
             eos_ids=_eos_ids(raw, notes),
             dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
             notes=tuple(notes),
@@ -244,21 +244,24 @@ class DecoderConfig:
         return sum(math.prod(shape) for shape in self.tensor_shapes().values())
 
 
-def _size(raw: Mapping[str, Any], key: str) -> int:
+def size(raw: Mapping[str, Any], key: str) -> int:
+    """A positive integer of the config, or a ConfigError."""
     value = raw.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{key} must be a positive integer, got {value!r}")
     return value
 
 
-def _number(raw: Mapping[str, Any], key: str) -> float:
+def number(raw: Mapping[str, Any], key: str) -> float:
+    """A positive finite number of the config, or a ConfigError."""
     value = raw.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
         raise ConfigError(f"{key} must be a positive number, got {value!r}")
     return float(value)
 
 
-def _flag(raw: Mapping[str, Any], key: str, default: bool = False) -> bool:
+def flag(raw: Mapping[str, Any], key: str, default: bool = False) -> bool:
+    """A true or false of the config, the default where it says nothing, or a ConfigError."""
     value = default if raw.get(key) is None else raw[key]
     if not isinstance(value, bool):
         raise ConfigError(f"{key} must be true or false, got {value!r}")
@@ -294,25 +297,25 @@ def _refuse_sliding_window(raw: Mapping[str, Any]) -> None:
     """
     layers = raw.get("layer_types")
     if layers is not None:
-        if not isinstance(layers, list) or len(layers) != _size(raw, "num_hidden_layers"):
+        if not isinstance(layers, list) or len(layers) != size(raw, "num_hidden_layers"):
             raise ConfigError(f"layer_types must list one type for each of num_hidden_layers, got {layers!r}")
         if set(map(str, layers)) != {"full_attention"}:
             raise ConfigError(f"layer_types holds {sorted(set(map(str, layers)))}, only full_attention is supported")
 
-    qwen_uses_it = raw["model_type"].startswith("qwen") and _flag(raw, "use_sliding_window") and layers is None
+    qwen_uses_it = raw["model_type"].startswith("qwen") and flag(raw, "use_sliding_window") and layers is None
     window = raw.get("sliding_window", 4096)
     if window is not None and (qwen_uses_it or raw["model_type"] == "mistral"):
-        positions = _size(raw, "max_position_embeddings")
-        if _size({"sliding_window": window}, "sliding_window") < positions:
+        positions = size(raw, "max_position_embeddings")
+        if size({"sliding_window": window}, "sliding_window") < positions:
             raise ConfigError(
                 f"a sliding window of {window} within {positions} positions is not supported, only full attention is; "
                 f"for contexts that fit the window, set max_position_embeddings to {window} in a copy of the config"
             )
 
 
-def _rope(raw: Mapping[str, Any], notes: list[str]) -> Rope:
+def read_rope(raw: Mapping[str, Any], notes: list[str]) -> Rope:
     """The rotary embedding from whichever public spelling the config uses."""
-    fields = _rope_fields(raw)
+    fields = rope_fields(raw)
     if fields.get("partial_rotary_factor", 1) != 1:
         raise ConfigError(f"partial_rotary_factor {fields['partial_rotary_factor']} is not supported, only 1 is")
     unknown = sorted(fields.keys() - {*ROPE_NUMBERS, *ROPE_ATTENTION, *ROPE_OTHERS})
@@ -320,12 +323,12 @@ def _rope(raw: Mapping[str, Any], notes: list[str]) -> Rope:
         notes.append(f"rope fields that are not known here and not used: {', '.join(unknown)}")
     if "rope_theta" not in fields:
         notes.append("rope_theta is missing: taken as 10000")
-    kind, theta = fields.get("rope_type", "default"), _number({"rope_theta": 10_000} | fields, "rope_theta")
+    kind, theta = fields.get("rope_type", "default"), number({"rope_theta": 10_000} | fields, "rope_theta")
     if kind not in ROPE_KINDS or kind == "default":
         return Rope(kind, theta)
 
     needed = ("factor", "low_freq_factor", "high_freq_factor") if kind == "llama3" else ("factor",)
-    numbers = {key: _number(fields, key) for key in (*ROPE_NUMBERS, *ROPE_ATTENTION) if key in fields or key in needed}
+    numbers = {key: number(fields, key) for key in (*ROPE_NUMBERS, *ROPE_ATTENTION) if key in fields or key in needed}
     if kind == "linear":
         return Rope(kind, theta, numbers["factor"])
     original = {"original_max_position_embeddings": raw.get("max_position_embeddings")} | fields
@@ -334,13 +337,13 @@ def _rope(raw: Mapping[str, Any], notes: list[str]) -> Rope:
     return Rope(
         kind,
         theta,
-        original_positions=_size(original, "original_max_position_embeddings"),
-        truncate=_flag(fields, "truncate", default=True),
+        original_positions=size(original, "original_max_position_embeddings"),
+        truncate=flag(fields, "truncate", default=True),
         **numbers,
     )
 
 
-def _rope_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+def rope_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Every rope field wherever it is written; a field written twice must agree with itself."""
     top = {key: raw.get(key) for key in ("rope_theta", "original_max_position_embeddings", "partial_rotary_factor")}
     fields: dict[str, Any] = {}

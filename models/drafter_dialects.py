@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from models.config import ConfigError, Rope, _flag, _number, _rope, _rope_fields, _size
+from models.config import ConfigError, Rope, flag, number, read_rope, rope_fields, size
 
 # architectures -> what kind of drafter its authors trained
 KINDS = {
@@ -43,7 +43,7 @@ def read_fields(raw: Mapping[str, Any], in_place: bool | None) -> dict[str, Any]
     kind, dialect, fields = _recognise(raw)
     _refuse_other_drafters(fields)
     notes: list[str] = []
-    vocab_size, num_layers = _size(fields, "vocab_size"), _size(fields, "num_hidden_layers")
+    vocab_size, num_layers = size(fields, "vocab_size"), size(fields, "num_hidden_layers")
     causal, windows = _visibility(kind, dialect, fields, num_layers, notes)
     return dict(
         dialect=dialect,
@@ -54,11 +54,11 @@ def read_fields(raw: Mapping[str, Any], in_place: bool | None) -> dict[str, Any]
         target_layers=_optional_size(fields, "num_target_layers"),
         vocab_size=vocab_size,
         draft_vocab_size=_optional_size(fields, "draft_vocab_size") or vocab_size,
-        hidden_size=_size(fields, "hidden_size"),
-        intermediate_size=_size(fields, "intermediate_size"),
+        hidden_size=size(fields, "hidden_size"),
+        intermediate_size=size(fields, "intermediate_size"),
         num_layers=num_layers,
-        num_heads=_size(fields, "num_attention_heads"),
-        rms_norm_eps=_number(_noted(fields, "rms_norm_eps", 1e-6, notes), "rms_norm_eps"),
+        num_heads=size(fields, "num_attention_heads"),
+        rms_norm_eps=number(_noted(fields, "rms_norm_eps", 1e-6, notes), "rms_norm_eps"),
         causal=causal,
         windows=windows,
         window_rule=WINDOW_RULES.get(dialect, "query"),
@@ -74,12 +74,14 @@ def _recognise(raw: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
     `speculators_model_type` is asked first: the class names that speculators writes are other projects' too.
     """
     if raw.get("speculators_model_type") is not None:
-        kind, fields = raw["speculators_model_type"], _block(raw, "transformer_layer_config") | _given(raw)
+        kind, widths = raw["speculators_model_type"], _block(raw, "transformer_layer_config")
         if kind not in KINDS.values():
             raise ConfigError(
                 f"speculators_model_type {kind!r} is not supported; supported are dflash, dspark, dflash2"
             )
-        return kind, "speculators", fields
+        if not widths:
+            raise ConfigError("transformer_layer_config is missing, where speculators keeps the widths: restore it")
+        return kind, "speculators", widths | _given(raw)
 
     fields = _given(raw) | _block(raw, "dflash_config")
     named = raw.get("architectures")
@@ -121,7 +123,7 @@ def _refuse_other_drafters(fields: dict[str, Any]) -> None:
 def _in_place(kind: str, dialect: str, fields: dict[str, Any], asked: bool | None) -> bool:
     """Whether row k predicts position p + k: as the file says, else as its kind was trained, else as the user says."""
     if "sample_from_anchor" in fields:
-        stored, reason = not _flag(fields, "sample_from_anchor"), f"sample_from_anchor {fields['sample_from_anchor']}"
+        stored, reason = not flag(fields, "sample_from_anchor"), f"sample_from_anchor {fields['sample_from_anchor']}"
     elif (kind, dialect) != ("dspark", "speculators"):
         stored, reason = kind != "dspark", f"a {kind} file of {dialect} without sample_from_anchor"
     elif asked is None:
@@ -145,7 +147,7 @@ def _in_place(kind: str, dialect: str, fields: dict[str, Any], asked: bool | Non
 def _block_size(dialect: str, fields: dict[str, Any], notes: list[str]) -> int:
     if dialect == "zlab":
         fields = _noted(fields, "block_size", DEFAULT_BLOCK, notes)
-    return _size(fields, "block_size")
+    return size(fields, "block_size")
 
 
 def _taps(dialect: str, fields: dict[str, Any], num_layers: int, notes: list[str]) -> tuple[int, ...]:
@@ -153,15 +155,18 @@ def _taps(dialect: str, fields: dict[str, Any], num_layers: int, notes: list[str
     key = "aux_hidden_state_layer_ids" if dialect == "speculators" else "target_layer_ids"
     stored = fields.get(key)
     if stored is None and dialect == "zlab":
-        stored = _spread(_size(fields, "num_target_layers"), num_layers)
+        stored = spread_taps(size(fields, "num_target_layers"), num_layers)
         notes.append(f"target_layer_ids is missing: taken as {stored}")
     if not isinstance(stored, list) or any(isinstance(tap, bool) or not isinstance(tap, int) for tap in stored):
         raise ConfigError(f"{key} must be a list of layer ids, got {stored!r}")
     return tuple(tap - (dialect == "speculators") for tap in stored)
 
 
-def _spread(target_layers: int, taps: int) -> list[int]:
-    """Where z-lab taps a target that the file says nothing about: evenly from layer 1 to the fourth-last."""
+def spread_taps(target_layers: int, taps: int) -> list[int]:
+    """Where z-lab taps a target if nothing else is said: evenly from layer 1 to the fourth-last, a lone one midway."""
+    most = max(1, target_layers - 3)
+    if taps > most:
+        raise ConfigError(f"{taps} taps do not fit into a target of {target_layers} layers: take at most {most}")
     if taps == 1:
         return [target_layers // 2]
     return [round(1 + i * (target_layers - 4) / (taps - 1)) for i in range(taps)]
@@ -173,7 +178,7 @@ def _visibility(
     """Per layer, whether the block is causal and how wide its sliding window is."""
     layers = fields.get("layer_types")
     if layers is None:
-        if _flag(fields, "use_sliding_window"):
+        if flag(fields, "use_sliding_window"):
             raise ConfigError("use_sliding_window is true but layer_types does not say which layers slide: add it")
         layers = ["full_attention"] * num_layers
     if not isinstance(layers, list) or len(layers) != num_layers:
@@ -183,20 +188,20 @@ def _visibility(
         raise ConfigError(f"layer_types holds {unknown}, only full_attention and sliding_attention are supported")
 
     sliding = [layer == "sliding_attention" for layer in layers]
-    if dialect in ("deepspec", "specfloor") and (any(sliding) or _flag(fields, "is_causal")):
+    if dialect in ("deepspec", "specfloor") and (any(sliding) or flag(fields, "is_causal")):
         raise ConfigError("layer_types or is_causal limits what a DeepSpec drafter sees, which always sees everything")
     if any(sliding) and fields.get("use_sliding_window") is False:
         raise ConfigError("layer_types holds sliding_attention but use_sliding_window is false: correct one of them")
     if any(sliding) and dialect == "zlab" and "use_sliding_window" not in fields:
         notes.append("use_sliding_window is missing: the window of the sliding layers is taken as written")
-    windows = tuple(_size(fields, "sliding_window") if slides else None for slides in sliding)
+    windows = tuple(size(fields, "sliding_window") if slides else None for slides in sliding)
 
     if dialect == "speculators":
-        both_ways = _flag(fields, "sliding_window_non_causal", default=kind == "dflash2")
+        both_ways = flag(fields, "sliding_window_non_causal", default=kind == "dflash2")
         return tuple(slides and not both_ways for slides in sliding), windows
     if "is_causal" not in fields:
         return tuple(sliding), windows
-    return (_flag(fields, "is_causal"),) * num_layers, windows
+    return (flag(fields, "is_causal"),) * num_layers, windows
 
 
 def _layers(fields: dict[str, Any], notes: list[str]) -> dict[str, Any]:
@@ -205,17 +210,17 @@ def _layers(fields: dict[str, Any], notes: list[str]) -> dict[str, Any]:
         return _gemma_layers(fields)
     if fields.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"hidden_act {fields['hidden_act']!r} is not supported, only 'silu' is")
-    if "rope_theta" not in _rope_fields(fields):
+    if "rope_theta" not in rope_fields(fields):
         raise ConfigError("rope_theta is missing: add the target's, at top level or in rope_parameters")
-    head_dim = _size(_noted(fields, "head_dim", 128, notes), "head_dim")
+    head_dim = size(_noted(fields, "head_dim", 128, notes), "head_dim")
     return {
         "architecture": "qwen3",
-        "num_kv_heads": _size(fields, "num_key_value_heads"),
+        "num_kv_heads": size(fields, "num_key_value_heads"),
         "head_dim": head_dim,
-        "rope": _rope(fields, notes),
+        "rope": read_rope(fields, notes),
         "rotary_dims": head_dim // 2,
-        "embedding_scale": _number({"input_embedding_scale": 1.0} | fields, "input_embedding_scale"),
-        "output_multiplier": _number({"output_multiplier": 1.0} | fields, "output_multiplier"),
+        "embedding_scale": number({"input_embedding_scale": 1.0} | fields, "input_embedding_scale"),
+        "output_multiplier": number({"output_multiplier": 1.0} | fields, "output_multiplier"),
         "softcap": _softcap(fields),
     }
 
@@ -227,24 +232,24 @@ def _gemma_layers(fields: dict[str, Any]) -> dict[str, Any]:
     rope = _block(_block(fields, "rope_parameters"), "full_attention")
     if rope.get("rope_type") != "proportional":
         raise ConfigError(f"rope_parameters.full_attention must be of rope_type 'proportional', got {rope!r}")
-    head_dim, shared = _size(fields, "global_head_dim"), _flag(fields, "attention_k_eq_v")
-    share = _number(rope, "partial_rotary_factor")
+    head_dim, shared = size(fields, "global_head_dim"), flag(fields, "attention_k_eq_v")
+    share = number(rope, "partial_rotary_factor")
     if share > 1:
         raise ConfigError(f"partial_rotary_factor must not exceed 1, got {share}")
     return {
         "architecture": "gemma4",
-        "num_kv_heads": _size(fields, "num_global_key_value_heads" if shared else "num_key_value_heads"),
+        "num_kv_heads": size(fields, "num_global_key_value_heads" if shared else "num_key_value_heads"),
         "head_dim": head_dim,
-        "rope": Rope(theta=_number(rope, "rope_theta")),
+        "rope": Rope(theta=number(rope, "rope_theta")),
         "rotary_dims": int(share * head_dim / 2),
-        "embedding_scale": math.sqrt(_size(fields, "hidden_size")),
+        "embedding_scale": math.sqrt(size(fields, "hidden_size")),
         "softcap": _softcap(fields),
         "shared_values": shared,
     }
 
 
 def _softcap(fields: dict[str, Any]) -> float | None:
-    return _number(fields, "final_logit_softcapping") if fields.get("final_logit_softcapping") else None
+    return number(fields, "final_logit_softcapping") if fields.get("final_logit_softcapping") else None
 
 
 def _head(kind: str, fields: dict[str, Any]) -> dict[str, Any]:
@@ -252,21 +257,21 @@ def _head(kind: str, fields: dict[str, Any]) -> dict[str, Any]:
     rank = fields.get("markov_rank") or 0
     if rank and kind != "dspark":
         raise ConfigError(f"markov_rank {rank} in a {kind} drafter: only DSpark drafters have a Markov head")
-    head: dict[str, Any] = {"family": "dflash", "slot_embeddings": _flag(fields, "slot_embed")}
+    head: dict[str, Any] = {"family": "dflash", "slot_embeddings": flag(fields, "slot_embed")}
     if kind == "dflash2":
         return head | {
             "family": "dflash2",
-            "lattice": _size(fields, "selector_top_k"),
-            "selector_rank": _size(fields, "selector_rank"),
-            "short_conv": _size(fields, "conv_group_size"),
-            "conv_taps": _size(fields, "conv_kernel_size"),
+            "lattice": size(fields, "selector_top_k"),
+            "selector_rank": size(fields, "selector_rank"),
+            "short_conv": size(fields, "conv_group_size"),
+            "conv_taps": size(fields, "conv_kernel_size"),
         }
 
-    head["short_conv"] = _size(fields, "short_conv_group_size") if _has_short_conv(fields) else 0
+    head["short_conv"] = size(fields, "short_conv_group_size") if _has_short_conv(fields) else 0
     if "short_conv_kernel_size" in fields:
-        head["conv_taps"] = _size(fields, "short_conv_kernel_size")
+        head["conv_taps"] = size(fields, "short_conv_kernel_size")
     if kind == "dspark":
-        head["confidence"] = _flag(fields, "enable_confidence_head")
+        head["confidence"] = flag(fields, "enable_confidence_head")
     if not rank:
         return head
     written = fields.get("markov_head_type")
@@ -274,9 +279,9 @@ def _head(kind: str, fields: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"markov_head_type must be one of {', '.join(MARKOV_TYPES)}, got {written!r}")
     head |= {
         "family": "attention" if written == "attn" else "dspark",
-        "markov_rank": _size(fields, "markov_rank"),
+        "markov_rank": size(fields, "markov_rank"),
         "markov_type": MARKOV_TYPES[written],
-        "confidence_with_markov": head["confidence"] and _flag(fields, "confidence_head_with_markov"),
+        "confidence_with_markov": head["confidence"] and flag(fields, "confidence_head_with_markov"),
     }
     return head | _attention_head(fields) if written == "attn" else head
 
@@ -286,7 +291,7 @@ def _has_short_conv(fields: dict[str, Any]) -> bool:
     served = "short_conv_kernel_size" in fields
     if served and fields.get("short_conv") is False:
         raise ConfigError("short_conv is false but short_conv_kernel_size is given: remove one of them")
-    return served or _flag(fields, "short_conv")
+    return served or flag(fields, "short_conv")
 
 
 def _attention_head(fields: dict[str, Any]) -> dict[str, Any]:
@@ -297,12 +302,12 @@ def _attention_head(fields: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(fields.get("markov_anchor_kv"), bool):
         raise ConfigError(f"markov_anchor_kv must be true or false, got {fields.get('markov_anchor_kv')!r}")
     return {
-        "head_heads": _size(fields, "markov_num_heads"),
-        "head_dim_attention": _size(fields, "markov_head_dim"),
-        "head_mlp": _size(fields, "markov_mlp_hidden"),
+        "head_heads": size(fields, "markov_num_heads"),
+        "head_dim_attention": size(fields, "markov_head_dim"),
+        "head_mlp": size(fields, "markov_mlp_hidden"),
         "head_gate": gate,
         "head_anchor": fields["markov_anchor_kv"],
-        "lattice": _size(fields, "nominate_topk") if _nominates(fields.get("nominate_alpha")) else 0,
+        "lattice": size(fields, "nominate_topk") if _nominates(fields.get("nominate_alpha")) else 0,
     }
 
 
@@ -321,7 +326,7 @@ def _noted(fields: dict[str, Any], key: str, default: Any, notes: list[str]) -> 
 
 
 def _optional_size(fields: dict[str, Any], key: str) -> int | None:
-    return _size(fields, key) if key in fields else None
+    return size(fields, key) if key in fields else None
 
 
 def _token(fields: dict[str, Any], key: str) -> int:

@@ -102,8 +102,8 @@ class Drafter:
 
         The block of an anchor at position p sees the features before p and its own rows, never another block.
 
-        Args: features [S, n * H]; tokens int [S]; anchors int [A], positions; predecessors int [A, B], the token
-            before the one that each row predicts (None: the sequence's own; past its end, its last).
+        Args: features [S, n * H]; tokens int [S]; anchors int [A], positions, A >= 1; predecessors int [A, B], the
+            token before the one that each row predicts (None: the sequence's own; past its end, its last).
         """
         tokens, anchors, predecessors = check_blocks(self.config, features, tokens, anchors, predecessors)
         context = self.context()
@@ -179,14 +179,6 @@ class Context:
             self.memory = extend(self.memory, drafter.correction.memorise(fused))
         self.length += len(features)
 
-    def crop(self, length):
-        """Forget all but the first `length` positions."""
-        if not 0 <= length <= self.length:
-            raise ValueError(f"a context of {self.length} positions cannot be cropped to {length}")
-        self.cache = [tuple(part[:length] for part in pair) for pair in self.cache]
-        self.memory = self.memory and tuple(part[:length] for part in self.memory)
-        self.length = length
-
 
 class Proposal:
     """One drafted block: the distribution of every slot given the tokens drafted before it.
@@ -261,8 +253,8 @@ def check_blocks(config, features, tokens, anchors, predecessors):
     tokens, anchors = check_tokens(tokens, config.vocab_size), np.asarray(anchors, dtype=np.int64)
     if len(features) != len(tokens):
         raise ValueError(f"each token needs its features, got {len(tokens)} tokens and {len(features)} features")
-    if anchors.ndim != 1 or not ((anchors >= 0) & (anchors < len(tokens))).all():
-        raise ValueError(f"anchors must be positions 0..{len(tokens) - 1} of the sequence, got {anchors}")
+    if anchors.ndim != 1 or not anchors.size or anchors.min() < 0 or anchors.max() >= len(tokens):
+        raise ValueError(f"anchors must be positions 0..{len(tokens) - 1} of the sequence, one or more, got {anchors}")
     if predecessors is None:
         places = anchors[:, None] + np.arange(config.block_size) - config.in_place
         return tokens, anchors, tokens[places.clip(anchors[:, None], len(tokens) - 1)]

@@ -14,7 +14,7 @@ from models.checkpoint import INDEX, SINGLE
 from models.config import Rope
 from models.drafter_config import DrafterConfig
 
-DTYPES = {"float32": "F32", "float64": "F64", "int64": "I64", "bool": "BOOL"}
+DTYPES = {"float16": "F16", "float32": "F32", "float64": "F64", "int64": "I64", "bool": "BOOL"}
 RULES = {"deepspec": "query", "specfloor": "query", "zlab": "query", "specforge": "context", "speculators": "anchor"}
 GEMMA = {"architecture": "gemma4", "hidden_size": 36, "embedding_scale": 6.0, "head_dim": 16, "rotary_dims": 2}
 HEAD = {"family": "attention", "markov_type": "attention", "markov_rank": 12, "head_heads": 2, "head_dim_attention": 6}

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from models.config import ConfigError, Rope
 from models.drafter_config import DrafterConfig
+from models.drafter_dialects import spread_taps
 from tests.agreement import assert_agree
 from tests.dialects import CASES, as_json, drafter_configs, dspark, tiny
 
@@ -415,6 +416,13 @@ def test_taps_of_an_old_zlab_file_follow_its_rule(target_layers, num_layers, tap
     assert config.notes == (f"target_layer_ids is missing: taken as {list(taps)}",)
 
 
+def test_more_taps_than_fit_are_refused():
+    assert spread_taps(6, 3) == [1, 2, 3]
+    for layers, taps, most in ((6, 4, 3), (4, 2, 1), (2, 3, 1)):
+        with refused(f"{taps} taps do not fit into a target of {layers} layers: take at most {most}"):
+            spread_taps(layers, taps)
+
+
 @given(st.integers(1, 60), st.integers(1, 8))
 def test_taps_by_rule_are_distinct_layers_below_the_last_or_refused(target_layers, num_layers):
     try:
@@ -594,7 +602,7 @@ def test_a_window_taken_as_written_is_noted():
         ("speculators-dspark", {"draft_vocab_size": 68}, "draft_vocab_size 68 exceeds the target's 67 ids"),
         ("speculators-dflash2", {"draft_vocab_size": 60}, "DFlash2 needs the target's full vocabulary"),
         ("speculators-dflash2", {"selector_top_k": None}, "selector_top_k must be a positive integer"),
-        ("speculators-dflash", {"transformer_layer_config": None}, "vocab_size must be a positive integer, got None"),
+        ("speculators-dflash", {"transformer_layer_config": None}, "transformer_layer_config is missing"),
     ],
 )
 def test_refusals(case, changes, message):

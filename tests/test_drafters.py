@@ -195,7 +195,7 @@ def test_chains(case, kind):
 
 def filtered(proposal, slot, history, temperature, top_k, top_p):
     """These authors renormalise what top-k keeps before top-p counts it, which `SamplingLaw` does not."""
-    kept = warp(proposal.logits(slot, history), SamplingLaw(temperature, top_k=top_k))
+    kept = warp(proposal.logits(slot, history), SamplingLaw(temperature, top_k=int(top_k)))
     with np.errstate(divide="ignore"):
         return warp(np.log(kept), SamplingLaw(top_p=top_p))
 
@@ -638,7 +638,7 @@ def test_blocks_of_one_sequence_are_its_proposals_one_by_one(config, seed):
 @settings(max_examples=30)
 @given(configs(), seeds, st.lists(st.integers(0, 4), min_size=1, max_size=4))
 def test_a_context_that_grows_is_the_one_computed_at_once(config, seed, sizes):
-    """Appending nothing included, and what is cropped comes back."""
+    """Appending nothing included."""
     drafter = random_drafter(config, seed)
     features, tokens = random_sequence(drafter, sum(sizes) + 1, seed)
     grown, whole = drafter.context(), after(drafter, features[:-1])
@@ -648,11 +648,6 @@ def test_a_context_that_grows_is_the_one_computed_at_once(config, seed, sizes):
     assert_agree(
         drafter.propose(grown, tokens[-1]).base_logits, drafter.propose(whole, tokens[-1]).base_logits, "float64"
     )
-    kept = sum(sizes) // 2
-    grown.crop(kept)
-    assert_same_context(grown, after(drafter, features[:kept]))
-    grown.append(features[kept:-1])
-    assert_same_context(grown, whole)
 
 
 def assert_same_context(actual, expected):
@@ -1073,13 +1068,13 @@ def test_what_does_not_fit_is_refused():
     cases = [
         (lambda: context.append(features[:, 1:]), r"features of the taps \(0, 2\) are \[s, 12\], got \(5, 11\)"),
         (lambda: context.append(features[0]), "got .12,."),
-        (lambda: context.crop(6), "a context of 5 positions cannot be cropped to 6"),
         (lambda: drafter.propose(context, 7), "outside the vocabulary of 7"),
         (lambda: drafter.propose(context, 0, lattice=-1), "lattice must be 0"),
         (lambda: drafter.forward_blocks(features[1:], tokens, [1]), "got 5 tokens and 4 features"),
         (lambda: drafter.forward_blocks(features, tokens, [5]), "anchors must be positions 0..4"),
         (lambda: drafter.forward_blocks(features, tokens, [-1]), "anchors must be positions 0..4"),
         (lambda: drafter.forward_blocks(features, tokens, 1), "anchors must be positions 0..4"),
+        (lambda: drafter.forward_blocks(features, tokens, []), "anchors must be positions 0..4"),
         (
             lambda: drafter.forward_blocks(features, tokens, [1, 2], [[0] * 4]),
             "2 blocks need predecessors .A, 4., got .1, 4.",

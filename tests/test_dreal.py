@@ -58,9 +58,10 @@ def raw_config(name, slots=SLOTS, vocab_size=VOCAB, candidates=3):
     """config.json of a drafter that proposes `slots` tokens; `name` is a family or a kind of Markov head."""
     in_place = name in ("dflash2", "rnn_in_place")
     arguments = {
-        "target": "-", "out": "-", "preset": "tiny", "rank": 8, "layers": 1, "taps": 2, "mask-id": 1,
+        "target": "-", "out": "-", "preset": "tiny", "layers": 1, "taps": 1, "mask-id": 1,
         "family": name if name in train_drafter.RANKS else "dspark", "block-size": slots + in_place,
     }  # fmt: skip
+    arguments |= {} if name == "dflash" else {"rank": 8}
     options = train_drafter.parse([text for flag, value in arguments.items() for text in (f"--{flag}", str(value))])
     raw = train_drafter.new_config(TARGET | {"vocab_size": vocab_size}, options, 1)
     if name == "dflash2":

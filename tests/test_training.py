@@ -26,6 +26,7 @@ tokenizers = pytest.importorskip("tokenizers")
 from examples import train_drafter as example  # noqa: E402
 from fast import draft_losses as losses  # noqa: E402
 from fast import objectives, training  # noqa: E402
+from fast import training_program as program  # noqa: E402
 from fast.decoder import Decoder, to_tensor  # noqa: E402
 from fast.draft_losses import RECIPES, Labels, Recipe, block_labels, block_losses  # noqa: E402
 from fast.drafters import Drafter  # noqa: E402
@@ -535,8 +536,8 @@ def sequences(target):
 
 
 def options_for(family, **flags):
-    arguments = {"preset": "tiny", "rank": 16, "block-size": 4 + (family == "dflash2"), "mask-id": 1, "target": "-",
-                 "out": "-", "family": family} | flags  # fmt: skip
+    arguments = {"preset": "tiny", "block-size": 4 + (family == "dflash2"), "mask-id": 1, "target": "-",
+                 "out": "-", "family": family} | ({} if family == "dflash" else {"rank": 16}) | flags  # fmt: skip
     return example.parse([text for name, value in arguments.items() for text in (f"--{name}", str(value))])
 
 
@@ -678,6 +679,15 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_change(target, seque
     assert_agree(weights(trainer)[torch.isfinite(before)], before[torch.isfinite(before)], "exact")
 
 
+def test_a_gradient_that_is_not_finite_stops_before_the_weights_change(target, sequences, monkeypatch):
+    trainer = small_trainer(target, sequences, "dspark")
+    trainer.drafter.fc.weight.register_hook(lambda slope: slope * torch.inf)
+    before = weights(trainer)
+    with pytest.raises(ValueError, match=r"gradient's norm is (nan|inf) at step 0.*smaller learning rate"):
+        trainer.update()
+    assert_agree(weights(trainer), before, "exact")
+
+
 def test_refused_trainings(target, sequences):
     with pytest.raises(ValueError, match="4 answers of two tokens or more cannot fill a step of 5"):
         small_trainer(target, sequences, "dflash", sequences=5)
@@ -746,13 +756,11 @@ def test_anchors(supervised, count, seed):
 # The program
 
 
-@pytest.mark.parametrize(
-    ("layers", "count", "taps"),
-    [(36, 5, [1, 9, 17, 25, 33]), (40, 5, [1, 10, 19, 28, 37]), (28, 5, [1, 7, 13, 19, 25]), (6, 3, [1, 2, 3]),
-     (6, 5, [1, 2, 3]), (4, 2, [1]), (3, 3, [1]), (2, 3, [0]), (1, 2, [-1])],
-)  # fmt: skip
-def test_taps_are_spread_over_the_target(layers, count, taps):
-    assert example.spread_taps(layers, count) == taps
+def test_an_objective_without_a_confidence_term_leaves_the_head_out():
+    for family in FAMILIES:
+        for objective in ("dflash", "dspark", "dpace"):
+            config = DrafterConfig.from_dict(example.new_config(TARGET, options_for(family, objective=objective), 1))
+            assert config.confidence == (objective == "dspark" and family in ("dspark", "attention"))
 
 
 @pytest.fixture(scope="module")
@@ -781,8 +789,8 @@ def command(folder, tmp_path, monkeypatch):
     def make(family="dspark", **flags):
         flags = {
             "target": folder, "family": family, "out": tmp_path / "drafter", "prompts": folder.parent / "prompts.jsonl",
-            "preset": "tiny", "rank": 16, "block_size": 4 + (family == "dflash2"), "sequences": 2, "anchors": 6,
-            "answer_tokens": 12, "steps": 4, "device": "cpu",
+            "preset": "tiny", "rank": None if family == "dflash" else 16, "block_size": 4 + (family == "dflash2"),
+            "sequences": 2, "anchors": 6, "answer_tokens": 12, "steps": 4, "device": "cpu",
         } | flags  # fmt: skip
         given = {name: value for name, value in flags.items() if value is not None}
         return [
@@ -881,6 +889,35 @@ def test_smoke_run(command, tmp_path, capsys):
     example.main(command(limit=2, sequences=None, steps=None, epochs=3, dtype="bfloat16"))
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["sequences"] == 2 and report["steps"] == 2
+
+
+@pytest.mark.parametrize("name", [*program.COUNTS, "learning_rate"])
+def test_a_number_that_trains_nothing_is_refused_at_once(command, tmp_path, name):
+    for value in (0, -1):
+        with pytest.raises(SystemExit, match=f"--{name.replace('_', '-')} must be .*, got {value}"):
+            example.main(command(out=tmp_path / "new" / "drafter", **{name: value}))
+    assert not (tmp_path / "new").exists()
+
+
+def test_where_the_drafter_goes(command, tmp_path):
+    """A folder is made for --out even if the answers lie elsewhere; a file is refused before they are written."""
+    example.main(command(out=tmp_path / "a" / "b" / "drafter", answers=tmp_path / "answers.jsonl", steps=1))
+    assert (tmp_path / "a" / "b" / "drafter" / "model.safetensors").is_file()
+    with pytest.raises(SystemExit, match=r"answers\.jsonl is a file; --out names the drafter's folder"):
+        example.main(command(out=tmp_path / "answers.jsonl"))
+    assert not (tmp_path / "answers.jsonl.answers.jsonl").exists()
+
+
+def test_flags_that_mean_nothing_or_do_not_fit(command, capsys):
+    with pytest.raises(SystemExit):
+        example.main(command("dflash", rank=16))
+    assert "--rank is the width of a head, and a dflash drafter has none" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="10 taps do not fit into a target of 6 layers: take at most 3"):
+        example.main(command(taps=10))
+    with pytest.raises(SystemExit, match="--seed must be at least 0, got -1"):
+        example.main(command(seed=-1))
+    with pytest.raises(SystemExit, match="--learning-rate must be a positive number, got nan"):
+        example.main(command(learning_rate="nan"))
 
 
 def test_bad_commands(command, folder, tmp_path):
