@@ -12,7 +12,7 @@ No row reads another's numbers.  Below float64 a forward of more rows may still 
 from the one its request has alone, or by plain decoding, where two tokens nearly tie.  Tests: `tests/test_engine.py`.
 """
 
-from collections import deque
+from collections import Counter, deque
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from reference.engine import (
     Text,
     check_confidence,
     check_settings,
+    spent,
     tokens_per_round,
     uniforms,
 )
@@ -42,7 +43,8 @@ class Engine:
     """Decodes requests with a drafter's help; every text has the target's law, token by token.
 
     Args: target, a `Decoder`; the others as for `reference.Engine`, batch being the rows that are allocated.
-    Attributes: graphs, which replay the steps on CUDA; `graphs.enabled = False` turns them off.
+    Attributes: seconds, as in `reference.Engine` (the drafter's context is written while the target reads, so that is
+        "verify"); graphs, which replay the steps on CUDA; `graphs.enabled = False` turns them off.
     """
 
     def __init__(
@@ -71,39 +73,48 @@ class Engine:
             self.draft_probs = torch.zeros(shape, dtype=dtype, device=target.device)
         self.cache = target.cache(batch, positions)
         self.graphs = Graphs(target.device, batch, positions)
+        self.seconds = Counter()
 
     @torch.no_grad()
-    def generate(self, requests, speculate=True):
+    def generate(self, requests, speculate=True, finished=None):
         """Continue every request: list of `Completion`, in order.
 
-        Args: requests, list of `Request`, any number; speculate, False = plain decoding from the same caches.
+        Args: requests, list of `Request`, any number; speculate, False = plain decoding from the same caches;
+            finished, called with (`Request`, `Completion`) as each one ends.
         Raises: ValueError, before anything is run, for a prompt that is empty, out of vocabulary or too long.
         """
         texts = [Text(request, self.target, self.capacity) for request in requests]
         waiting, live = deque(text for text in texts if not text.done), []
         speculate = speculate and self.drafter is not None
+        finished = finished or (lambda request, completion: None)
+        for text in texts:
+            if text.done:
+                finished(text.request, text.completion())
         while waiting or live:
             while waiting and len(live) < self.batch:
                 live.append(waiting.popleft())
                 self._open(live[-1], len(live) - 1, speculate)
-                self._release(live)
+                self._release(live, finished)
             if live:
                 self._round(live, self.slots if speculate else 0)
-                self._release(live)
+                self._release(live, finished)
         return [text.completion() for text in texts]
 
     def _open(self, text, row, speculate):
         """Read a prompt into a row and draw its first token."""
-        logits, features = self.target.prefill(self.cache, row, text.prompt, self.taps if speculate else ())
-        if speculate:
-            self.contexts.write(features[None], self._ids([0]), row)
-        u = self.uniforms(text.request.seed, text.anchor, 0)
-        text.commit(draw(warp(logits[None], text.request.law), u))
+        text.begin()
+        with spent(self.seconds, "prefill"):
+            logits, features = self.target.prefill(self.cache, row, text.prompt, self.taps if speculate else ())
+            if speculate:
+                self.contexts.write(features[None], self._ids([0]), row)
+            u = self.uniforms(text.request.seed, text.anchor, 0)
+            text.commit(draw(warp(logits[None], text.request.law), u))
 
-    def _release(self, live):
+    def _release(self, live, finished):
         """Let the texts go that are done; rows above a free one move down."""
         for row in reversed(range(len(live))):
             if live[row].done:
+                finished(live[row].request, live[row].completion())
                 last = live.pop()
                 if row < len(live):
                     live[row] = last
@@ -118,15 +129,18 @@ class Engine:
         chains, drafted = np.array([[text.tokens[-1]] for text in live]), np.zeros(len(live), dtype=np.int64)
         step = self._read
         if most.any():
-            chains, drafted = self._draft(live, chains, anchors, most, u[:, :slots])
+            with spent(self.seconds, "draft"):
+                chains, drafted = self._draft(live, chains, anchors, most, u[:, :slots])
             step = self._read_for_both
-        inputs = self._ids(chains), self._ids(anchors)
-        (logits,) = self.graphs.run(step, inputs, int(anchors.max()) + chains.shape[1])
-        target_probs = self._warp(logits, [text.request.law for text in live])
-        draft_probs = self.draft_probs[: len(live)] if most.any() else None
-        verdicts = verify_rows(target_probs, draft_probs, chains[:, 1:], drafted, u[:, slots:])
-        for text, chain, count, verdict in zip(live, chains, drafted, verdicts, strict=True):
-            text.end_round(chain[1 : 1 + count], verdict)
+        with spent(self.seconds, "verify"):
+            inputs = self._ids(chains), self._ids(anchors)
+            (logits,) = self.graphs.run(step, inputs, int(anchors.max()) + chains.shape[1])
+            target_probs = self._warp(logits, [text.request.law for text in live])
+            draft_probs = self.draft_probs[: len(live)] if most.any() else None
+            verdicts = verify_rows(target_probs, draft_probs, chains[:, 1:], drafted, u[:, slots:])
+        with spent(self.seconds, "commit"):
+            for text, chain, count, verdict in zip(live, chains, drafted, verdicts, strict=True):
+                text.end_round(chain[1 : 1 + count], verdict)
 
     def _draft(self, live, chains, anchors, most, uniforms):
         """Draft at most `most` [n] tokens per text: (chains int [n, 1 + slots], anchors first; how many count [n])."""

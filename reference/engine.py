@@ -17,6 +17,9 @@ text depends on its own prompt, law and seed, and on no neighbour.
 Twin: `fast/engine.py`.  Tests: `tests/test_engine.py` (the law by enumeration, loops of the authors' own code).
 """
 
+import time
+from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -60,11 +63,13 @@ class Completion:
     tokens      new tokens, the stop id included where one ended the text
     finish      "stop", or "length" where the tokens asked for, or the positions there are, were used up
     rounds      of drafting and verifying, in order; the first token comes from the prompt's forward and from no round
+    seconds     from joining the batch to the last token: no part of what the request became, so `==` leaves it out
     """
 
     tokens: tuple[int, ...]
     finish: str
     rounds: tuple[RoundStats, ...]
+    seconds: float = field(default=0.0, compare=False)
 
 
 def tokens_per_round(completions):
@@ -98,6 +103,8 @@ class Engine:
         lattice: candidates per slot as for `Drafter.propose`.
         threshold: a block is cut before the first slot whose confidence is below it; 0 = never.
         uniforms: (seed, position, slots) -> float64 [2 slots + 1].
+    Attributes: seconds, a `Counter` of where the time went so far: "prefill" (prompts), "draft", "verify" (the target's
+        forward and the judging), "commit".
     """
 
     def __init__(
@@ -116,36 +123,46 @@ class Engine:
         self.target, self.drafter, self.capacity, self.batch = target, drafter, capacity, batch
         self.draft_law, self.threshold, self.uniforms = draft_law, threshold, uniforms
         self.options = {} if lattice is None else {"lattice": lattice}
+        self.seconds = Counter()
 
-    def generate(self, requests, speculate=True):
+    def generate(self, requests, speculate=True, finished=None):
         """Continue every request: list of `Completion`, in order.
 
-        Args: requests, list of `Request`; speculate, False = plain decoding of the same state, one token a round.
+        Args: requests, list of `Request`; speculate, False = plain decoding of the same state, one token a round;
+            finished, called with (`Request`, `Completion`) as each one ends.
         Raises: ValueError, before anything is run, for a prompt that is empty, out of vocabulary or too long.
         """
         texts = [Text(request, self.target, self.capacity) for request in requests]
         for text in texts:
             if not text.done:
                 self._continue(text, self.drafter if speculate else None)
+            if finished:
+                finished(text.request, text.completion())
         return [text.completion() for text in texts]
 
     def _continue(self, text, drafter):
-        session = self.target.open(text.prompt, drafter.taps if drafter else ())
-        context = drafter and drafter.context()
-        features, law = session.features, text.request.law
-        text.commit(draw(warp(session.root_logits[None], law), self._uniforms(text, 0)))
+        text.begin()
+        law = text.request.law
+        with spent(self.seconds, "prefill"):
+            session = self.target.open(text.prompt, drafter.taps if drafter else ())
+            context, features = drafter and drafter.context(), session.features
+            text.commit(draw(warp(session.root_logits[None], law), self._uniforms(text, 0)))
         while not text.done:
-            if drafter:
-                context.append(features)
             slots, start = drafter.gamma if drafter else 0, text.anchor
             u = self._uniforms(text, slots)
-            drafts, rows = self._draft(drafter, context, text, u[:slots]) if slots and text.room else ([], [])
-            logits, features = session.extend([text.tokens[-1], *drafts])
-            rows = np.reshape(rows, (len(drafts), self.target.vocab_size))
-            judging = [*u[slots : slots + len(drafts)], u[-1]]
-            text.end_round(drafts, verify_block(warp(logits, law), rows, drafts, judging))
-            session.crop(text.anchor)
-            features = features[: text.anchor - start]
+            with spent(self.seconds, "draft"):
+                if drafter:
+                    context.append(features)
+                drafts, rows = self._draft(drafter, context, text, u[:slots]) if slots and text.room else ([], [])
+            with spent(self.seconds, "verify"):
+                logits, features = session.extend([text.tokens[-1], *drafts])
+                rows = np.reshape(rows, (len(drafts), self.target.vocab_size))
+                judging = [*u[slots : slots + len(drafts)], u[-1]]
+                verdict = verify_block(warp(logits, law), rows, drafts, judging)
+            with spent(self.seconds, "commit"):
+                text.end_round(drafts, verdict)
+                session.crop(text.anchor)
+                features = features[: text.anchor - start]
 
     def _draft(self, drafter, context, text, uniforms):
         """Tokens drafted for one round, and the rows [V] that they were drawn from."""
@@ -183,6 +200,7 @@ class Text:
             raise ValueError(f"max_new_tokens must be 0 or more, got {request.max_new_tokens}")
         self.stop_ids, self.limit = set(target.stop_ids), min(request.max_new_tokens, capacity - len(self.prompt))
         self.tokens, self.rounds, self.stopped = [], [], False
+        self.begun, self.seconds = time.perf_counter(), 0.0
 
     @property
     def anchor(self):
@@ -196,6 +214,10 @@ class Text:
     def done(self):
         return self.stopped or len(self.tokens) == self.limit
 
+    def begin(self):
+        """Start the clock of `Completion.seconds`, which the last token stops."""
+        self.begun = time.perf_counter()
+
     def commit(self, tokens):
         """Add tokens up to the first stop id: how many were added."""
         before = len(self.tokens)
@@ -204,6 +226,8 @@ class Text:
             if token in self.stop_ids:
                 self.stopped = True
                 break
+        if self.done:
+            self.seconds = time.perf_counter() - self.begun
         return len(self.tokens) - before
 
     def end_round(self, drafts, verdict):
@@ -213,7 +237,15 @@ class Text:
 
     def completion(self):
         """The `Completion` so far."""
-        return Completion(tuple(self.tokens), "stop" if self.stopped else "length", tuple(self.rounds))
+        return Completion(tuple(self.tokens), "stop" if self.stopped else "length", tuple(self.rounds), self.seconds)
+
+
+@contextmanager
+def spent(seconds, part):
+    """Add the seconds that a block takes to a part of a `Counter`."""
+    begun = time.perf_counter()
+    yield
+    seconds[part] += time.perf_counter() - begun
 
 
 def check_settings(capacity, batch, threshold):

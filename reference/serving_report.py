@@ -1,0 +1,300 @@
+"""What serving costs with and without a drafter, from the records of finished requests alone - no model needed.
+
+    python -m reference.serving_report RECORDS.jsonl [--plot SURVIVAL.png]
+
+A row is one request, in one cell: a drafter ("plain" for decoding without one), a temperature, so many requests side by
+side, a task.  The requests of a cell run as one batch that is refilled as they end.  A row carries the seconds since
+the one before it, so those of a cell add up to its wall clock however often the run was stopped.
+
+**Accepted length.**  A round commits N tokens, the bonus token counted; a text's first token is of no round.
+
+    tau = tokens committed by rounds / rounds of verification = sum_(t >= 1) Pr(N >= t)
+
+pooled over the rounds of a task; "macro" is the mean of the tasks' tau, "pooled" that of all rounds together.  Others
+report the mean over requests of the same ratio, or count the first token too (tokens / rounds); both stand beside it.
+Drafters are compared on the same prompts, and intervals resample the prompts of all drafters at once.
+
+Tests: `tests/test_serve_compare.py`.
+"""
+
+import argparse
+import json
+from collections import Counter
+from dataclasses import asdict
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+
+from reference.records import RecordError, read
+from reference.report import check_plot
+from reference.sample import Table, cell
+from reference.stats import prompt_bootstrap
+
+PLAIN, MACRO, POOLED = "plain", "macro", "pooled"
+PARTS = ("prefill", "draft", "verify", "commit")
+DEFINITIONS = {
+    "tau": "committed tokens / verify rounds, bonus token counted, first token of a text not; pooled over rounds",
+    "per request": "mean over requests of a request's own tau",
+    "tokens / rounds": "tokens of the texts, the first one too, / verify rounds",
+    "macro": "mean of the tasks' values, every task alike",
+    "N": "tokens that a round commits, bonus token counted",
+    "tokens/s": "tokens of the finished texts / wall clock, prompts included",
+    "ms/token": "milliseconds between two tokens as a request sees them: its seconds in the batch / its tokens",
+    "latency": "seconds from joining the batch to the last token",
+    "speed-up": "tokens/s over that of plain decoding in the same engine at as many requests side by side",
+    "same text": "share of the texts at temperature 0 that are token by token those of plain decoding",
+}
+
+
+def request_row(drafter, temperature, concurrency, prompt, completion, wall, parts, text):
+    """One finished request as a row of the record file.
+
+    Args: prompt, `EncodedPrompt`; completion, `Completion`; wall, seconds since the row before; parts, {part: seconds}
+        of the engine in that time; text, a digest of the tokens.
+    """
+    rounds = Counter((r.drafted, r.accepted, r.committed) for r in completion.rounds)
+    return {
+        "kind": "request", "drafter": drafter, "temperature": temperature, "concurrency": concurrency,
+        "domain": prompt.domain, "prompt": prompt.id, "prompt_tokens": len(prompt.tokens),
+        "tokens": len(completion.tokens), "text": text, "finish": completion.finish,
+        "rounds": [[*kind, times] for kind, times in sorted(rounds.items())],
+        "latency": completion.seconds, "wall": wall, "parts": dict(parts),
+    }  # fmt: skip
+
+
+def key_of(row):
+    """What a request is one of: (drafter, temperature, concurrency, prompt)."""
+    return row["drafter"], row["temperature"], row["concurrency"], row["prompt"]
+
+
+def summarise(provenance, rows, *, replicates=10_000):
+    """Every number of the report as one JSON-able dict: {"provenance", "definitions", "requests", "tables"}.
+
+    Args: provenance and rows, as `records.read` returns them.
+    Raises: RecordError if there is no request, one stands there twice, or the rows are not those of one run.
+    """
+    try:
+        check_rows(rows)
+        found = {}
+        for row in rows:
+            at = found.setdefault(row["temperature"], {}).setdefault(row["concurrency"], {})
+            at.setdefault(row["drafter"], {})[row["prompt"]] = row
+        tables = {}
+        for temperature, by_concurrency in sorted(found.items()):
+            about, first = f"temperature {temperature:g}", by_concurrency[min(by_concurrency)]
+            drafters = {name: mine for name, mine in first.items() if name != PLAIN}
+            if drafters:
+                tables[f"tau, {about}"], differences = lengths(about, drafters, replicates)
+                if differences.rows:
+                    tables[f"differences, {about}"] = differences
+                tables[f"survival, {about}"], tables[f"accepted, {about}"] = histograms(about, drafters)
+            tables[f"speed, {about}"] = speed(about, by_concurrency)
+    except RecordError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise RecordError(f"the rows are not those of one run ({type(error).__name__}: {error})") from None
+    return {
+        "provenance": {k: v for k, v in provenance.items() if k != "kind"},
+        "definitions": DEFINITIONS,
+        "requests": len(rows),
+        "tables": {name: asdict(found) for name, found in tables.items()},
+    }
+
+
+def check_rows(rows):
+    """A RecordError for rows that are not the finished requests of one run."""
+    if not rows:
+        raise RecordError("the record file holds no finished request yet; run the comparison first")
+    if any(row["kind"] != "request" for row in rows):
+        raise RecordError("the record file is of another program: it holds more than requests")
+    if len({key_of(row) for row in rows}) < len(rows):
+        raise RecordError("the record file holds a request twice; it was not written by one run")
+    for name in (MACRO, POOLED):
+        if any(row["domain"] == name for row in rows):
+            raise RecordError(f"a task is called {name!r}, the name of a mean over tasks; rename it")
+
+
+def shared(found):
+    """The prompts that every drafter has served, in order, and their tasks: two arrays."""
+    first, *others = found.values()
+    kept = [row for prompt, row in first.items() if all(prompt in other for other in others)]
+    return np.array([row["prompt"] for row in kept]), np.array([row["domain"] for row in kept])
+
+
+def counts(row):
+    """(tokens committed by rounds, rounds) of a request."""
+    return sum(n * times for *_, n, times in row["rounds"]), sum(times for *_, times in row["rounds"])
+
+
+def lengths(about, found, replicates):
+    """Tables of tau by drafter and task, and of its differences between drafters on the same prompts.
+
+    Args: about, the conditions; found, {drafter: {prompt: row}}.
+    """
+    names, (prompts, tasks) = list(found), shared(found)
+    if not len(prompts):
+        raise RecordError("no prompt is served by all drafters yet; let the run finish")
+    rows = [[found[name][prompt] for name in names] for prompt in prompts]
+    committed, rounds = np.moveaxis(np.array([[counts(row) for row in line] for line in rows], dtype=float), 2, 0)
+    tokens = np.array([[row["tokens"] for row in line] for line in rows], dtype=float)
+    pairs = list(combinations(range(len(names)), 2))
+
+    def paired(ratios):  # [replicates + 1, tasks, drafters]
+        tau = ratios.mean(axis=1)
+        return np.concatenate([tau, *(tau[:, [b]] - tau[:, [a]] for a, b in pairs)], axis=1)
+
+    means, differences = [], []
+    for task in [*dict.fromkeys(tasks), MACRO, POOLED]:
+        here = np.ones(len(tasks), dtype=bool) if task in (MACRO, POOLED) else tasks == task
+        strata = tasks[here] if task == MACRO else None
+        tau = prompt_bootstrap(
+            committed[here], rounds[here], prompts[here], strata=strata, combine=paired, replicates=replicates
+        )
+        groups = [tasks == name for name in dict.fromkeys(tasks)] if task == MACRO else [here]
+        for i, name in enumerate(names):
+            own = np.mean([mean_ratio(committed[g, i], rounds[g, i]) for g in groups])
+            served = np.mean([ratio(tokens[g, i].sum(), rounds[g, i].sum()) for g in groups])
+            means.append([
+                name, str(task), int(here.sum()), int(rounds[here, i].sum()), cell(tau.value[i]),
+                cell([tau.low[i], tau.high[i]]), cell(own), cell(served),
+            ])  # fmt: skip
+        for i, (a, b) in enumerate(pairs, start=len(names)):
+            interval = cell([tau.low[i], tau.high[i]])
+            differences.append([names[b], names[a], str(task), cell(tau.value[i]), interval])
+    columns = ["drafter", "task", "requests", "rounds", "tau", "tau 95%", "per request", "tokens / rounds"]
+    return (
+        Table(f"Accepted length, {about}: committed tokens / rounds, bonus token counted", columns, means),
+        Table(
+            f"Difference of tau on the same prompts, {about}",
+            ["drafter", "less", "task", "difference", "difference 95%"],
+            differences,
+        ),
+    )
+
+
+def histograms(about, found):
+    """Tables over all rounds of each drafter: Pr(N >= t), which sums to tau; shares of rounds by accepted drafts."""
+    prompts, _ = shared(found)
+    rounds = [
+        np.array([kind for prompt in prompts for kind in mine[prompt]["rounds"]], dtype=np.int64).reshape(-1, 4)
+        for mine in found.values()
+    ]
+    longest = max(kinds[:, 2].max(initial=1) for kinds in rounds)
+    accepted, committed = (
+        np.array([np.bincount(kinds[:, i], weights=kinds[:, 3], minlength=longest + 1) for kinds in rounds]).T
+        for i in (1, 2)
+    )  # [longest + 1, drafters]
+    total = accepted.sum(axis=0)
+    survival = committed[::-1].cumsum(axis=0)[::-1]
+    tables = []
+    for title, column, values in (
+        (f"Pr(N >= t), {about}: N tokens committed by a round, bonus token counted", "t", survival),
+        (f"Share of rounds by accepted drafts, {about}", "accepted", accepted),
+    ):
+        start = int(column == "t")
+        shares = [[cell(ratio(n, t)) for n, t in zip(line, total, strict=True)] for line in values]
+        tables.append(Table(title, [column, *found], [[i, *shares[i]] for i in range(start, longest + 1)]))
+    return tables
+
+
+def speed(about, found):
+    """Table of throughput, latency and where the time went, by drafter, requests side by side, and task.
+
+    Args: found, {concurrency: {drafter: {prompt: row}}}.
+    """
+    columns = [
+        "drafter", "concurrency", "task", "tau", "tokens/s", "ms/token", "speed-up", "p50 s", "p90 s", "p99 s",
+        *PARTS, "same text",
+    ]  # fmt: skip
+    table = []
+    for concurrency, by_drafter in sorted(found.items()):
+        plain = by_drafter.get(PLAIN, {})
+        for name, mine in by_drafter.items():
+            for task in [*dict.fromkeys(row["domain"] for row in mine.values()), POOLED]:
+                rows, base = ([r for r in c.values() if task in (POOLED, r["domain"])] for c in (mine, plain))
+                wall, tokens = (sum(row[field] for row in rows) for field in ("wall", "tokens"))
+                latencies = [row["latency"] for row in rows]
+                parts = [cell(ratio(sum(row["parts"].get(p, 0) for row in rows), wall)) for p in PARTS]
+                same = [row["text"] == plain[row["prompt"]]["text"] for row in rows if row["prompt"] in plain]
+                greedy = name != PLAIN and rows[0]["temperature"] == 0
+                table.append([
+                    name, concurrency, str(task), cell(ratio(*map(sum, zip(*map(counts, rows), strict=True)))),
+                    cell(ratio(tokens, wall)), cell(1000 * ratio(sum(latencies), tokens)),
+                    cell(ratio(ratio(tokens, wall), throughput(base))),
+                    *np.percentile(latencies, [50, 90, 99]).tolist(), *parts,
+                    cell(ratio(sum(same), len(same))) if greedy else None,
+                ])  # fmt: skip
+    return Table(f"Speed, {about}; prefill to commit are shares of the wall clock", columns, table)
+
+
+def throughput(rows):
+    """Tokens per second of wall clock; NaN without any."""
+    return ratio(sum(row["tokens"] for row in rows), sum(row["wall"] for row in rows))
+
+
+def ratio(numerator, denominator):
+    """Their ratio, NaN unless the denominator is positive."""
+    return numerator / denominator if denominator > 0 else float("nan")
+
+
+def mean_ratio(numerator, denominator):
+    """Mean of the ratios of arrays [N] where the denominator is positive."""
+    here = denominator > 0
+    return ratio((numerator[here] / denominator[here]).sum(), here.sum())
+
+
+def conditions(summary):
+    """What was served under which conditions, in one line."""
+    p = summary["provenance"]
+    design = p.get("design", {})
+    return (
+        f"{p.get('target')}: at most {design.get('answer_tokens')} new tokens, top-p {design.get('top_p')}, "
+        f"top-k {design.get('top_k')}, {p.get('dtype', '')} {p.get('backend', '')}, seed {design.get('seed')}"
+    )
+
+
+def table(summary):
+    """The summary as text for people."""
+    p = summary["provenance"]
+    where = f"{p.get('device', '')} {p.get('hardware', '')}, commit {p.get('commit') or 'unknown'}"
+    heading = f"Serving {conditions(summary)}\n{where}; {summary['requests']} requests"
+    return "\n\n".join([heading, *(Table(**found).render() for found in summary["tables"].values())])
+
+
+def plot(summary, path):
+    """Draw Pr(N >= t), one panel a temperature and one line a drafter; needs matplotlib."""
+    plt = check_plot(path)
+    found = {name.split(", ")[1]: t for name, t in summary["tables"].items() if name.startswith("survival")}
+    figure, panels = plt.subplots(1, len(found), figsize=(4.4 * len(found), 3.4), sharey=True, squeeze=False)
+    for panel, (temperature, table) in zip(panels[0], found.items(), strict=True):
+        t, *drafters = np.array(table["rows"], dtype=float).T
+        for name, survival in zip(table["columns"][1:], drafters, strict=True):
+            panel.plot(t, survival, marker="o", ms=3, label=f"{name}: tau {survival.sum():.2f}")
+        panel.set(title=temperature, xlabel="t, tokens of a round", ylim=(0, 1.02))
+        panel.legend(fontsize=8, frameon=False)
+    panels[0][0].set(ylabel="Pr(N >= t)")
+    figure.suptitle(conditions(summary), fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main(arguments=None):
+    """Print the tables and the JSON document of a record file; see the module's docstring."""
+    parser = argparse.ArgumentParser(prog="python -m reference.serving_report", description="Report a serving run.")
+    parser.add_argument("records", type=Path)
+    parser.add_argument("--plot", type=Path, help="write the survival curves to this image file")
+    options = parser.parse_args(arguments)
+    try:
+        summary = summarise(*read(options.records))
+        print(table(summary))
+        if options.plot:
+            plot(summary, options.plot)
+    except RecordError as error:
+        parser.exit(1, f"error: {error}\n")
+    print(json.dumps(summary, allow_nan=False))
+
+
+if __name__ == "__main__":
+    main()
