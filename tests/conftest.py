@@ -8,7 +8,8 @@ from hypothesis import HealthCheck, settings
 
 settings.register_profile("dev", max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("dev"), derandomize=True)
-settings.load_profile("ci" if os.environ.get("CI") else "dev")
+settings.register_profile("brief", settings.get_profile("ci"), max_examples=5)  # where the same tests run in full too
+settings.load_profile(os.environ.get("TEST_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))
 
 
 @pytest.fixture(scope="session")
