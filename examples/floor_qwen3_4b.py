@@ -13,6 +13,8 @@ Prints an estimate of memory and time, a progress bar with the running floors, a
 and one JSON document as the last line.  `python -m reference.report RECORDS` prints it again without a model.
 """
 
+from importlib import import_module
+
 from reference import program
 
 
@@ -20,7 +22,8 @@ def main(arguments=None):
     """Measure, or say in one line what is wrong."""
     parser = program.parser(__doc__)
     parser.set_defaults(drafter=[])
-    program.main(parser.parse_args(arguments))
+    options = parser.parse_args(arguments)
+    program.main(options, import_module(options.backend))
 
 
 if __name__ == "__main__":

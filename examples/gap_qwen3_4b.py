@@ -13,6 +13,8 @@ Prints the floors, one table per question and drafter, and one JSON document as 
 `python -m reference.report RECORDS` prints it again without a model, `--against OTHER` compares two runs.
 """
 
+from importlib import import_module
+
 import numpy as np
 
 from reference import program, report
@@ -28,7 +30,8 @@ def main(arguments=None):
         default="auto",
         help="which position an output predicts, if the file leaves it open: anchor = the next one, in-place = its own",
     )
-    program.main(parser.parse_args(arguments), plot)
+    options = parser.parse_args(arguments)
+    program.main(options, import_module(options.backend), plot)
 
 
 def plot(summary, path):

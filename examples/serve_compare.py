@@ -19,15 +19,14 @@ import sys
 import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections import Counter
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 from tqdm import tqdm
 
 from models.checkpoint import locate
 from models.config import DecoderConfig
-from models.toy import ToySession
 from reference import program, report, serving_report
 from reference.engine import Request, check_settings
 from reference.laws import SamplingLaw
@@ -54,7 +53,8 @@ def run(options):
     check(options)
     if options.plot:
         report.check_plot(options.plot)
-    backend, device, dtype = program.choose_backend(options)
+    backend = import_module(options.backend)
+    device, dtype = backend.placement(options.device, options.dtype)
     snapshot = None if options.target == "toy" else locate(options.target, revision=options.revision)
     config = snapshot and DecoderConfig.from_folder(snapshot.folder)
     plan = SimpleNamespace(  # the part of a measurement's design that loading asks for
@@ -64,7 +64,6 @@ def run(options):
     )  # fmt: skip
     if snapshot is None:
         target, prompts, _, about = program.load_toy(options, plan)
-        target.open = lambda prefix, taps=(): ToyText(target, prefix)
     else:
         target, prompts, _, about = program.load_model(options, plan, backend, device, dtype, snapshot, config, say)
     drafters, origins = program.load_drafters(options, plan, backend, device, dtype, target, say)
@@ -80,7 +79,7 @@ def run(options):
     provenance = {
         "target": options.target, "revision": None, "design": design | {"answer_tokens": plan.answer_tokens},
         "prompts": program.sha([(p.id, p.domain, p.tokens) for p in prompts]), "backend": options.backend,
-        "dtype": dtype, "device": device, "hardware": program.hardware(device),
+        "dtype": dtype, "device": device, "hardware": backend.hardware(device),
         "versions": program.versions(options.backend), "commit": program.commit(), **about, "drafters": origins,
     }  # fmt: skip
     out = options.out or default_out(options, provenance)
@@ -140,25 +139,6 @@ def recorder(name, temperature, concurrency, prompts, engine, records, bar):
         clock, parts = time.perf_counter(), Counter(engine.seconds)
 
     return finished
-
-
-class ToyText(ToySession):
-    """A toy's session that reads and forgets tokens as a language model's does."""
-
-    def __init__(self, target, prefix):
-        super().__init__(target, tuple(map(int, prefix)))
-
-    def extend(self, tokens):
-        """Log-probabilities after each token [n, V], and the tokens as features [n, 1]."""
-        rows = []
-        for token in tokens:
-            self.histories[-1] += (int(token),)
-            rows.append(self.target.logits(self.histories[-1]))
-        return np.stack(rows), np.array(tokens)[:, None]
-
-    def crop(self, length):
-        """Forget all but the first `length` tokens."""
-        self.histories[-1] = self.histories[-1][:length]
 
 
 def check(options):

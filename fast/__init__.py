@@ -6,6 +6,7 @@ package as its backend and follows the same paths in both.
 
 from fast.clusters import KMedian, k_median
 from fast.decoder import Decoder
+from fast.devices import hardware, placement
 from fast.distance import barycentre, barycentre_risk, overlap, total_variation
 from fast.drafters import Context, Drafter, Proposal, TrainingBlocks
 from fast.engine import Completion, Engine, Request, RoundStats, tokens_per_round
@@ -93,6 +94,7 @@ __all__ = [
     "floor_by_reweighting",
     "force_suffix",
     "gap",
+    "hardware",
     "jackknife",
     "k_median",
     "largest_risk_from_length",
@@ -101,6 +103,7 @@ __all__ = [
     "overlap",
     "paired_self_risk",
     "path_factors",
+    "placement",
     "prefix_risks",
     "propagate",
     "reach",

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fast.devices import placement
 from fast.kv_cache import KVCache
 from models.checkpoint import Checkpoint
 from models.config import DecoderConfig
@@ -151,7 +152,7 @@ class Decoder(nn.Module):
 
         `stop_ids` None takes the end-of-sequence ids of config.json.
         """
-        check_placement(dtype, device)
+        device, dtype = placement(device, dtype)
         config = DecoderConfig.from_folder(folder)
         stored = Checkpoint(folder).read(config.tensor_shapes(), tied=config.tied)
         tensors = {name: to_tensor(raw, kind, getattr(torch, dtype), device) for name, kind, raw in stored}
@@ -316,18 +317,6 @@ class Batch:
     def keep(self, rows):
         """Drop every sequence but these."""
         self.cache.keep(torch.as_tensor(rows, device=self.decoder.device))
-
-
-def check_placement(dtype, device):
-    """Refuse a dtype that the models do not run in, or a device that is not there."""
-    if dtype not in ("float32", "bfloat16", "float64"):
-        raise ValueError(f"dtype must be float32, bfloat16 or float64, not {dtype}")
-    try:
-        kind = torch.device(device).type
-    except RuntimeError:
-        raise ValueError(f"device must be cpu, cuda or cuda:N, not {device}") from None
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {device} asked, but this PyTorch sees no CUDA device; use --device cpu")
 
 
 def to_tensor(raw, kind, dtype, device):

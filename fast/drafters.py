@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fast.decoder import Linear, RMSNorm, check_placement, read_out, to_tensor
+from fast.decoder import Linear, RMSNorm, read_out, to_tensor
+from fast.devices import placement
 from fast.draft_heads import CandidateSelector, ConfidenceHead, Past, largest, markov_head, only
 from fast.draft_layers import attend_blocks, layer_class, unseen_context, unseen_rows
 from fast.laws import SamplingLaw, draw, warp
@@ -73,7 +74,7 @@ class Drafter(nn.Module):
             where config.json leaves it open.
         Raises: CheckpointError naming what does not fit, the target included.
         """
-        check_placement(dtype, device)
+        device, dtype = placement(device, dtype)
         config, dtype = DrafterConfig.from_folder(folder, in_place=in_place), getattr(torch, dtype)
         stored = read_drafter(folder, config)
         check_target(config, target.config, stored, target.embedding, target.head)

@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from fast import training
 from fast.decoder import Decoder
+from fast.devices import placement
 from fast.paths import write_answers
 from models.checkpoint import digest, locate
 from models.text import Text, builtin_prompts, read_prompts
@@ -128,11 +129,9 @@ def check(options):
 
 def join(options):
     """Join the processes that torchrun started, if it did, and fill in where to run: (rank, number of processes)."""
-    cuda = torch.cuda.is_available()
-    if options.device == "auto":
-        options.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if cuda else "cpu"
-    if options.dtype == "auto":
-        options.dtype = "float32" if options.device == "cpu" else "bfloat16"
+    if options.device == "auto" and torch.cuda.is_available():
+        options.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    options.device, options.dtype = placement(options.device, options.dtype)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not distributed.is_initialized():
         if options.device != "cpu":
             torch.cuda.set_device(options.device)

@@ -36,7 +36,8 @@ class ToyTarget:
 class ToySession:
     """Nodes of a tree of continuations; -1 is the prefix itself, others count up in order of creation.
 
-    `features`, what a toy drafter may see of the prefix, are its tokens [S, 1].
+    `features`, what a toy drafter may see of the prefix, are its tokens [S, 1].  While there is no tree, the prefix
+    itself can be extended and cropped.
     """
 
     def __init__(self, target: ToyTarget, prefix: tuple[int, ...]):
@@ -52,6 +53,23 @@ class ToySession:
             self.histories[len(self.histories) - 1] = history
             rows.append(self.target.logits(history))
         return np.stack(rows)
+
+    def extend(self, tokens) -> tuple[np.ndarray, np.ndarray]:
+        """Read more of the prefix: log-probabilities after each token [n, V], and the tokens as features [n, 1]."""
+        rows = []
+        for token in tokens:
+            self._set_prefix((*self.histories[-1], int(token)))
+            rows.append(self.target.logits(self.histories[-1]))
+        return np.stack(rows), np.array(tokens)[:, None]
+
+    def crop(self, length: int) -> None:
+        """Forget all but the first `length` tokens of the prefix."""
+        self._set_prefix(self.histories[-1][:length])
+
+    def _set_prefix(self, prefix: tuple[int, ...]) -> None:
+        if len(self.histories) > 1:
+            raise ValueError("a prefix that continuations have grown from can no longer change")
+        self.histories[-1] = prefix
 
 
 def point_masses(tokens: Sequence[Sequence[int]], vocab_size: int) -> ToyTarget:

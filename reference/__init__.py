@@ -18,6 +18,7 @@ A reading order, with the parts of "Beyond Parallel Blindness" (and of the D-REA
 
 then the networks,
 
+    devices.py         where and how precisely a backend computes
     decoder.py         the target: Qwen3 and Llama                               App. B.1
     draft_layers.py    a block drafter's layers: DFlash, and what others add     Sec. 2, App. H
     draft_heads.py     Markov heads, candidate selector, prefix-attention head   App. H
@@ -38,6 +39,7 @@ and the measurement:
 
 from reference.clusters import KMedian, k_median
 from reference.decoder import Decoder
+from reference.devices import hardware, placement
 from reference.distance import barycentre, barycentre_risk, overlap, total_variation
 from reference.drafters import Context, Drafter, Proposal, TrainingBlocks
 from reference.engine import Completion, Engine, Request, RoundStats, tokens_per_round
@@ -125,6 +127,7 @@ __all__ = [
     "floor_by_reweighting",
     "force_suffix",
     "gap",
+    "hardware",
     "jackknife",
     "k_median",
     "largest_risk_from_length",
@@ -133,6 +136,7 @@ __all__ = [
     "overlap",
     "paired_self_risk",
     "path_factors",
+    "placement",
     "prefix_risks",
     "propagate",
     "reach",

@@ -16,6 +16,7 @@ import numpy as np
 
 from models.checkpoint import Checkpoint, to_float
 from models.config import DecoderConfig
+from reference.devices import placement
 from reference.paths import check_growth, check_tokens
 
 
@@ -38,8 +39,7 @@ class Decoder:
 
         `stop_ids` None takes the end-of-sequence ids of config.json.
         """
-        if device != "cpu" or dtype not in ("float32", "float64"):
-            raise ValueError(f"the reference backend runs float32 or float64 on the CPU, not {dtype} on {device}")
+        _, dtype = placement(device, dtype)
         config = DecoderConfig.from_folder(folder)
         stored = Checkpoint(folder).read(config.tensor_shapes(), tied=config.tied)
         tensors = {name: to_float(raw, kind, np.dtype(dtype)) for name, kind, raw in stored}

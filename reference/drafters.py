@@ -22,6 +22,7 @@ import numpy as np
 from models.checkpoint import to_float
 from models.drafter_checkpoint import check_target, read_drafter
 from models.drafter_config import DrafterConfig
+from reference.devices import placement
 from reference.draft_heads import build_head, confidence
 from reference.draft_layers import Backbone, extend
 from reference.laws import SamplingLaw, draw, warp
@@ -69,8 +70,7 @@ class Drafter:
         Args: target, the `Decoder` it drafts for; in_place, the slot convention where config.json leaves it open.
         Raises: ConfigError or CheckpointError naming what does not fit, the target included.
         """
-        if device != "cpu" or dtype not in ("float32", "float64"):
-            raise ValueError(f"the reference backend runs float32 or float64 on the CPU, not {dtype} on {device}")
+        _, dtype = placement(device, dtype)
         config, dtype = DrafterConfig.from_folder(folder, in_place=in_place), np.dtype(dtype)
         stored = read_drafter(folder, config)
         check_target(config, target.config, stored, target.embedding, target.head)

@@ -1,6 +1,6 @@
 """What every measuring program does around the protocol: flags, loading, provenance, an estimate, the report.
 
-A program is its docstring, its own flags and a call of `run`; see `examples/floor_qwen3_4b.py`.
+A program is its docstring, its own flags, the choice of a backend and a call of `main`: `examples/floor_qwen3_4b.py`.
 Tests: `tests/test_examples.py`.
 """
 
@@ -13,7 +13,6 @@ import time
 import warnings
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections import Counter
-from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -34,17 +33,17 @@ ANCHORS, ANSWER_TOKENS = 96, 2048
 ERRORS = (CheckpointError, ConfigError, TextError, RecordError, ValueError)
 
 
-def main(options, draw=report.plot):
-    """Measure and report, or say in one line what is wrong."""
+def main(options, backend, draw=report.plot):
+    """Measure and report with a backend, the `reference` or `fast` package; or say in one line what is wrong."""
     try:
-        run(options, draw)
+        run(options, backend, draw)
     except ERRORS as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("stopped; the same command goes on where it was")
 
 
-def run(options, draw):
+def run(options, backend, draw):
     """Load, estimate, measure or resume, report; `draw` makes the figure of --plot from the summary."""
     say = (lambda *_: None) if options.quiet else (lambda *text: print(*text, flush=True))
     for name in ("limit", "prompt_tokens"):
@@ -63,7 +62,7 @@ def run(options, draw):
     )
     if "response" in design.also and not options.drafter:
         raise ValueError("--also response is about a drafter: give one")
-    backend, device, dtype = choose_backend(options)
+    device, dtype = backend.placement(options.device, options.dtype)
     if options.anchors_from:
         for name in ("limit", "anchors", "domains", "prompts", "prompt_tokens"):
             if getattr(options, name):
@@ -84,8 +83,8 @@ def run(options, draw):
     provenance = {
         "target": options.target, "revision": None, "design": design.provenance(),
         "prompts": sha([(p.id, p.domain, p.tokens) for p in prompts]), "backend": options.backend, "dtype": dtype,
-        "device": device, "hardware": hardware(device), "versions": versions(options.backend), "commit": commit(),
-        **about, **({"drafters": origins} if origins else {}),
+        "device": device, "hardware": backend.hardware(device), "versions": versions(options.backend),
+        "commit": commit(), **about, **({"drafters": origins} if origins else {}),
     }  # fmt: skip
     if source is not None:
         for name in ("target", "revision"):
@@ -249,26 +248,6 @@ def parser(doc):
     return parser
 
 
-def choose_backend(options):
-    """(backend package, device, dtype), refusing what the backend cannot do."""
-    backend = import_module(options.backend)  # the one flag that swaps the two
-    if options.backend == "reference":
-        device = "cpu" if options.device == "auto" else options.device
-        dtype = "float32" if options.dtype == "auto" else options.dtype
-        if device != "cpu" or dtype == "bfloat16":
-            raise ValueError(f"the reference backend runs float32 or float64 on the CPU, not {dtype} on {device}")
-        return backend, device, dtype
-    import torch
-
-    device = options.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = options.dtype
-    if dtype == "auto":
-        dtype = "float32" if device == "cpu" else "bfloat16"
-    return backend, device, dtype
-
-
 def encode(options, design, config, text, say):
     """The first `anchors` prompts of each domain that fit, as token ids after the chat template."""
     room = config.max_positions - design.answer_tokens - design.gamma
@@ -323,21 +302,6 @@ def estimate(target, prompts, design, dtype):
         f"at most {gigabytes:.1f} GB and {(answers + walks) / 60:.0f} min (if no answer stops early and no two paths "
         "agree), plus the floors"
     )
-
-
-def hardware(device):
-    """A name for the machine's processor or accelerator."""
-    if device.startswith("cuda"):
-        import torch
-
-        return torch.cuda.get_device_name(device)
-    cpu = Path("/proc/cpuinfo")
-    names = (
-        [line.split(":", 1)[1].strip() for line in cpu.read_text().splitlines() if line.startswith("model name")]
-        if cpu.exists()
-        else []
-    )
-    return f"{names[0]} x {len(names)}" if names else platform.processor() or platform.machine()
 
 
 def versions(backend):

@@ -20,7 +20,7 @@ from scipy.stats import binom
 import reference
 import reference.engine
 from models.config import DecoderConfig
-from models.toy import ToySession, ToyTarget, drafted_length, random_table
+from models.toy import ToyTarget, drafted_length, random_table
 from models.toy_drafters import ToyDrafter
 from reference.engine import Engine, Request, RoundStats, Text, tokens_per_round, uniforms
 from reference.laws import SamplingLaw, draw, warp
@@ -46,25 +46,6 @@ def engine_of(wing):
 
 
 # The output law, by enumeration
-
-
-class Readable(ToyTarget):
-    """A toy whose sessions read and forget tokens as a decoder's do."""
-
-    def open(self, prefix, taps=()):
-        return ReadableSession(self, tuple(map(int, prefix)))
-
-
-class ReadableSession(ToySession):
-    def extend(self, tokens):
-        rows = []
-        for token in tokens:
-            self.histories[-1] += (int(token),)
-            rows.append(self.target.logits(self.histories[-1]))
-        return np.stack(rows), np.array(tokens)[:, None]
-
-    def crop(self, length):
-        self.histories[-1] = self.histories[-1][:length]
 
 
 class Trusting(ToyDrafter):
@@ -157,7 +138,7 @@ LAWS = {
 @pytest.mark.parametrize(("vocab", "slots", "length", "keep"), [(2, 2, 5, 2), (3, 2, 4, 2)])
 def test_texts_have_the_law_of_the_target(monkeypatch, settings, order, vocab, slots, length, keep):
     """Chains of every kind, lattices of `keep` candidates, drafts with one-hot rows, blocks cut by confidence."""
-    target = Readable(vocab, random_table(vocab, 9, seed=3).next_token)
+    target = ToyTarget(vocab, random_table(vocab, 9, seed=3).next_token)
     drafter = Trusting(reference, slots, order, row_of(vocab, 7, keep))
     engine, request = Engine(target, drafter, 20, **LAWS[settings]), Request((1, 0), length)
     assert_law(monkeypatch, engine, request, text_law(target, (1, 0), length, SamplingLaw()))
@@ -165,7 +146,7 @@ def test_texts_have_the_law_of_the_target(monkeypatch, settings, order, vocab, s
 
 @pytest.mark.parametrize("law", [SamplingLaw(0.7, top_k=2), SamplingLaw(top_p=0.8), GREEDY])
 def test_texts_have_the_filtered_law_and_end_at_stops(monkeypatch, law):
-    target = Readable(3, random_table(3, 9, seed=4).next_token, stop_ids=(2,))
+    target = ToyTarget(3, random_table(3, 9, seed=4).next_token, stop_ids=(2,))
     drafter, request = Trusting(reference, 3, None, row_of(3, 8)), Request((0,), 4, law)
     expected = text_law(target, (0,), 4, law)
     assert_law(monkeypatch, Engine(target, drafter, 20), request, expected)
@@ -186,7 +167,7 @@ def assert_law(monkeypatch, engine, request, expected):
 
 def test_the_enumeration_notices_another_law(monkeypatch):
     """Field case A1: drafts judged by rows they were not drawn from give the text another law."""
-    target = Readable(2, random_table(2, 9, seed=3).next_token)
+    target = ToyTarget(2, random_table(2, 9, seed=3).next_token)
     engine = Engine(target, ToyDrafter(reference, 2, 1, row_of(2, 7)), 20)
     drafted = engine._draft
 
@@ -201,7 +182,7 @@ def test_the_enumeration_notices_another_law(monkeypatch):
 
 def test_expected_tokens_of_a_round(monkeypatch):
     """Committed tokens of the first round, weighted over all ways it can go, against the exact recursion of the toy."""
-    target = Readable(3, random_table(3, 9, seed=3).next_token)
+    target = ToyTarget(3, random_table(3, 9, seed=3).next_token)
     table = np.random.default_rng(1).normal(size=(2, 3, 3))  # [slot, predecessor, token]
     drafter = ToyDrafter(reference, 2, 1, lambda prefix, slot, seen: warp(table[slot, seen[-1]]))
 

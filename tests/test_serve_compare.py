@@ -227,7 +227,6 @@ def test_the_toy_end_to_end(tmp_path, capsys):
     assert len(rows) == summary["requests"] == 3 * 2 * 6  # drafters, temperatures, prompts
     assert provenance["drafters"].keys() == {"parallel", "chained"}
     target, found = serve_compare.program.toy.study(3)
-    target.open = lambda prefix, taps=(): serve_compare.ToyText(target, prefix)
     drafter = serve_compare.program.study_drafters(importlib.import_module("reference"), 7)["chained"]
     requests = [
         Request(tokens, 30, SamplingLaw(), (980406, i))

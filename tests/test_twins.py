@@ -48,9 +48,12 @@ def test_imports_point_down(floor):
     for path in (ROOT / floor).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names += [node.module, *(f"{node.module}.{a.name}" for a in node.names)]
             for name in {n.split(".")[0] for n in names} & set(MAY_IMPORT):
                 assert name in MAY_IMPORT[floor], f"{path} imports {name}"
+            if floor in ("models", "reference"):  # nor inside a function
+                assert not {"torch", "importlib.import_module"} & set(names), f"{path} reaches up"
 
 
 def test_reference_does_not_import_torch():
