@@ -54,6 +54,7 @@ def begin(options, _, target, text):
 
 
 def parse(arguments):
+    """The command line; every default is the paper's."""
     parser = program.new_parser(__doc__, SIZES)
     add = parser.add_argument
     add("--drafter", required=True, metavar="ID_OR_FOLDER", help="where to start")

@@ -167,6 +167,7 @@ def rope_keys(config, raw):
 
 
 def scales_of(config):
+    """The keys of those scalings that the drafter has."""
     values = {
         "input_embedding_scale": (config.embedding_scale, 1.0),
         "output_multiplier": (config.output_multiplier, 1.0),
@@ -176,6 +177,7 @@ def scales_of(config):
 
 
 def markov_of(config):
+    """The keys of a Markov head and of its confidence head."""
     head = {"markov_rank": config.markov_rank, "markov_head_type": config.markov_type,
             "enable_confidence_head": config.confidence}  # fmt: skip
     return head | ({"confidence_head_with_markov": config.confidence_with_markov} if config.confidence else {})

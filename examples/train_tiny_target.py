@@ -33,6 +33,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from fast.decoder import Decoder
+from fast.devices import hardware
 from models import corpus
 from models.config import DecoderConfig
 
@@ -353,9 +354,7 @@ def card(report, options, final):
 A Qwen3 decoder of {report["parameters"]:,} parameters (6 layers, hidden size 192, 6 query and 2 key-value heads of 32,
 tied embedding, context {CONTEXT:,}) with a byte-level BPE tokenizer of {WORDS:,} tokens and ChatML.  A target for tests
 and demonstrations of speculative decoding, small enough to train and to measure on a laptop.
-
-{"" if final else "**Training was still going on when this was written.**"}
-
+{"" if final else chr(10) + "**Training was still going on when this was written.**" + chr(10)}
 ## Data
 
 Text of one Python {platform.python_version()} installation, read at training time and not stored: standard-library
@@ -377,7 +376,7 @@ from docstrings (chat), and problems from a seeded generator (arithmetic).  One 
 {report["training_loss"]} nats per token.  AdamW (0.9, 0.95), learning rate {LEARNING_RATE:g} with warm-up and cosine
 decay, weight decay 0.1 on matrices, gradients clipped to norm 1.  The loss is over all tokens: a question's signature
 or docstring is text of the same kind as an answer.  Rows of 512 tokens, of 1,024 at the end; documents follow
-each other without gaps.  float32 on {options.threads} CPU threads ({platform.machine()}), PyTorch {torch.__version__}.
+each other without gaps.  float32 on {options.threads} CPU threads ({hardware("cpu")}), PyTorch {torch.__version__}.
 
 ## Limits
 

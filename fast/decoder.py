@@ -88,16 +88,17 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """W_down (silu(W_gate x) * W_up x), [n, H] -> [n, H]."""
+    """W_down (activation(W_gate x) * W_up x), [..., H] -> [..., H]."""
 
-    def __init__(self, config):
+    def __init__(self, config, bias, activation=F.silu):
         super().__init__()
-        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=bias)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=bias)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=bias)
+        self.activation = activation
 
     def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Layer(nn.Module):
@@ -105,7 +106,7 @@ class Layer(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.self_attn, self.mlp = Attention(config), MLP(config)
+        self.self_attn, self.mlp = Attention(config), MLP(config, config.mlp_bias)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fast.decoder import Linear, RMSNorm, normalise, rotate, softmax, wide
+from fast.decoder import MLP, Linear, RMSNorm, normalise, rotate, softmax, wide
 
 SCORES = 2**26  # attention scores held at a time
 
@@ -57,26 +57,12 @@ class GemmaAttention(Attention):
         return rotate(self.k_norm(keys), cos, sin), normalise(values, self.eps)
 
 
-class MLP(nn.Module):
-    """W_down (activation(W_gate x) * W_up x)."""
-
-    def __init__(self, config, activation=F.silu):
-        super().__init__()
-        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.activation = activation
-
-    def forward(self, x):
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
-
-
 class Layer(nn.Module):
     """One pre-norm layer, [A, B, H] -> [A, B, H]; a subclass may do something around its sublayers."""
 
     def __init__(self, config):
         super().__init__()
-        self.self_attn, self.mlp = Attention(config), MLP(config)
+        self.self_attn, self.mlp = Attention(config), MLP(config, False)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -144,7 +130,7 @@ class GemmaLayer(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.self_attn = GemmaAttention(config)
-        self.mlp = MLP(config, partial(F.gelu, approximate="tanh"))
+        self.mlp = MLP(config, False, partial(F.gelu, approximate="tanh"))
         for name in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
             setattr(self, f"{name}_layernorm", RMSNorm(config.hidden_size, config.rms_norm_eps))
         self.register_buffer("layer_scalar", torch.empty(1))

@@ -53,6 +53,7 @@ def words(n: int) -> str:
 
 
 def money(cents: int) -> str:
+    """An amount with two decimals."""
     return f"${cents // 100}" + (f".{cents % 100:02d}" if cents % 100 else "")
 
 
@@ -70,6 +71,7 @@ def times(a: int, b: int) -> str:
 
 
 def shop(rng):
+    """Buying several goods."""
     name, (one, two) = rng.choice(NAMES), rng.sample(GOODS, 2)
     a, b, p, q = rng.randint(2, 40), rng.randint(2, 40), rng.randint(2, 15), rng.randint(2, 15)
     cost, other = a * p, b * q
@@ -80,6 +82,7 @@ def shop(rng):
 
 
 def tank(rng):
+    """Filling and draining."""
     thing = rng.choice(["barrel", "pool", "basin", "trough"])
     add, lose, minutes, start = rng.randint(8, 30), rng.randint(1, 7), rng.randint(4, 40), rng.randint(1, 12) * 10
     net, missing = add - lose, (add - lose) * minutes
@@ -96,6 +99,7 @@ def tank(rng):
 
 
 def reading(rng):
+    """Pages a day."""
     name, pages, days = rng.choice(NAMES), rng.randint(12, 48), rng.randint(3, 14)
     total = pages * days + rng.randint(5, 200)
     story = f"{name} reads a book of {total} pages, {say(rng, pages)} pages every day. How many pages are left after "
@@ -106,6 +110,7 @@ def reading(rng):
 
 
 def journey(rng):
+    """Time, speed and distance."""
     speed, quarters = rng.choice([40, 48, 60, 72, 80, 84, 96, 120]), rng.randint(2, 14)
     hour, minute, stops, wait = (
         rng.randint(6, 15),
@@ -128,6 +133,7 @@ def journey(rng):
 
 
 def guests(rng):
+    """Sharing out among people."""
     names = {3: "third", 4: "quarter", 5: "fifth", 6: "sixth", 8: "eighth"}
     d, e, each = rng.choice(list(names)), rng.choice(list(names)), rng.randint(1, 4)
     n = d * e * each
@@ -145,6 +151,7 @@ def guests(rng):
 
 
 def discount(rng):
+    """Percentages off a price."""
     price, off, tax = rng.randint(2, 30) * 1000, rng.choice([5, 10, 20, 25, 30, 40, 50]), rng.choice([0, 5, 8, 10])
     thing, less = rng.choice(["coat", "lamp", "bicycle", "radio", "table"]), price * off // 100
     reduced = price - less
@@ -164,6 +171,7 @@ def discount(rng):
 
 
 def lengths(rng):
+    """Pieces cut from a length."""
     x, k, extra = rng.randint(3, 30), rng.randint(2, 4), rng.randint(2, 9)
     parts, total = 1 + 2 * k, x + k * x + k * x + extra
     thing = rng.choice(["rope", "ribbon", "board", "cable"])
@@ -177,6 +185,7 @@ def lengths(rng):
 
 
 def rental(rng):
+    """A fixed and a daily price."""
     base, cents, extra, free = (
         rng.randint(8, 30),
         rng.choice([4, 5, 8, 10, 20]),
@@ -196,6 +205,7 @@ def rental(rng):
 
 
 def garden(rng):
+    """Area and perimeter."""
     a, b = rng.randint(3, 30), rng.randint(3, 30)
     thing = rng.choice(["garden", "room", "field", "yard"])
     if rng.random() < 0.5:
@@ -210,6 +220,7 @@ def garden(rng):
 
 
 def recipe(rng):
+    """Quantities in proportion."""
     few, grams, pack = rng.choice([2, 3, 4, 5, 6]), rng.randint(4, 15) * 10, rng.choice([250, 500, 1000])
     dish, many = rng.choice(["soup", "stew", "cake", "salad"]), rng.randint(few + 1, 24)
     need = grams * many
@@ -231,6 +242,7 @@ def recipe(rng):
 
 
 def ages(rng):
+    """Ages now and later."""
     child, k = rng.randint(4, 20), rng.choice([3, 4, 5])
     years, often = (k - 2) * child, {3: "three", 4: "four", 5: "five"}[k]
     who, young = rng.choice([("father", "daughter"), ("teacher", "pupil"), ("uncle", "niece"), ("tree", "hedge")])
@@ -245,6 +257,7 @@ def ages(rng):
 
 
 def average(rng):
+    """A mean of several numbers."""
     numbers = [rng.randint(2, 60) for _ in range(rng.randint(3, 5))]
     n, total = len(numbers), sum(numbers)
     numbers[-1] += -total % n
@@ -261,6 +274,7 @@ def average(rng):
 
 
 def expression(rng):
+    """A bracketed expression, worked step by step."""
     a, b, c = rng.randint(2, 60), rng.randint(2, 40), rng.randint(1, 300)
     product, sign = a * b, rng.choice("+-")
     c = c % product + 1 if sign == "-" else c
@@ -274,6 +288,7 @@ def expression(rng):
 
 
 def addition(rng):
+    """Addition digit by digit."""
     a, b = rng.randint(10, 9999), rng.randint(10, 9999)
     steps, carry = [], 0
     for place, name in enumerate(("ones", "tens", "hundreds", "thousands")):
@@ -296,6 +311,7 @@ def addition(rng):
 
 
 def sequence(rng):
+    """Going on with a sequence."""
     first, step, n = rng.randint(1, 30), rng.randint(2, 15), rng.randint(6, 30)
     listed = ", ".join(str(first + i * step) for i in range(4))
     story = f"A sequence begins {listed}, and goes on like this. What is its term number {n}?"
@@ -311,6 +327,7 @@ def sequence(rng):
 
 
 def sharing(rng):
+    """Division with a remainder."""
     n, each = rng.randint(3, 12), rng.randint(4, 40)
     left = rng.randrange(n)
     total, thing = n * each + left, rng.choice(GOODS)

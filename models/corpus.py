@@ -230,15 +230,18 @@ def chat_exchange(module: str, about: str, known: list[Entry], rng: random.Rando
 
 
 def numbered(lines: list[str]) -> str:
+    """Lines as a numbered list."""
     return "\n".join(f"{i}. {line}" for i, line in enumerate(lines, 1))
 
 
 def used(entry: Entry, module: str, rng: random.Random) -> str:
+    """How one entry is written."""
     more = f"\n\nIt is written like this:\n\n```python\n{entry.head}\n```" if len(entry.head) < 120 else ""
     return f"{rng.choice(OPENINGS)} the {entry.kind} `{entry.name}` of `{module}`.{more}"
 
 
 def compared(one: Entry, two: Entry, module: str, rng: random.Random) -> str:
+    """What sets two entries of a module apart."""
     start = rng.choice(["Both belong to", "You find both in", "They are neighbors in"])
     return (
         f"{start} `{module}`, but they serve different ends.\n\nThe {one.kind} `{one.name}`: {one.summary}.\n\n"

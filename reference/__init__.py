@@ -31,7 +31,7 @@ and the measurement:
     draft_meter.py     one drafter at that anchor                                Sec. 3.3, App. B.5
     protocol.py        from prompts to one record per anchor                     App. B
     records.py         the file behind every number
-    sample.py, tables.py, report.py   the paper's tables, from that file alone   Tables 3-8, 12, App. C-F
+    sample.py, tables.py, drafter_tables.py, report.py   the paper's tables, from it   Tables 3-8, 12, App. C-F
     program.py         flags, loading and provenance of the examples
 
 `fast` holds the same names in PyTorch.  Importing `reference` never imports torch.

@@ -27,7 +27,8 @@ class DraftMeter:
                         (None for a proposal that reads none)
     tempered            R_k of the proposal under the law's temperature only, where the law truncates
     arrival, rejected   E[W_{k-1}] and E[W_{k-1} TV_k], see `serving.Serving`
-    responses, sweeps   `BestResponse` of every slot, held-out and fitted gains of the sweeps in both directions
+    responses           fields of the `BestResponse` of every slot
+    forward, backward   fields of the `Sweep` in either direction
 
     No more than `CHUNK` proposals are held at a time.
     """
@@ -88,8 +89,7 @@ class DraftMeter:
             histories = np.concatenate([histories, self.chains])
         distinct, which = self._distinct(histories, k)
         risks, draft_p, own, drawn = np.zeros(prefixes), np.zeros(len(node)), 0.0, np.zeros(len(alive), dtype=np.int64)
-        for start in range(0, len(distinct), CHUNK):
-            rows = check_proposals(self.proposal.probs(k, distinct[start : start + CHUNK]), slot)
+        for start, rows in chunks_of(self.proposal, slot, distinct):
             for i, q in enumerate(rows, start):
                 members = np.flatnonzero(which[:prefixes] == i)
                 risks[members] = self._distances(slot, members, q)
@@ -109,10 +109,10 @@ class DraftMeter:
         """TV(p_k, q_k) of another proposal of the same drafter at each prefix, [U]."""
         distinct, which = self._distinct(slot.history(slot.index + 1), slot.index)
         risks = np.zeros(len(slot.rows))
-        for i, seen in enumerate(distinct):
-            members = np.flatnonzero(which == i)
-            q = check_proposals(proposal.probs(slot.index, seen[None]), slot)[0]
-            risks[members] = self._distances(slot, members, q)
+        for start, rows in chunks_of(proposal, slot, distinct):
+            for i, q in enumerate(rows, start):
+                members = np.flatnonzero(which == i)
+                risks[members] = self._distances(slot, members, q)
         return risks
 
     def _distinct(self, histories, k):
@@ -143,6 +143,12 @@ class DraftMeter:
             return np.zeros(0)
         rows = slot.rows[members] if len(members) > 1 else slot.rows[members[0]][None]  # a view of the only one
         return host(self.backend.total_variation(rows, q))
+
+
+def chunks_of(proposal, slot, histories):
+    """Yield a slot's proposals after histories int [H, h], some at a time: (place of the first, rows [n, V])."""
+    for start in range(0, len(histories), CHUNK):
+        yield start, check_proposals(proposal.probs(slot.index, histories[start : start + CHUNK]), slot)
 
 
 def check_proposals(rows, slot):

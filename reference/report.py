@@ -20,11 +20,11 @@ from pathlib import Path
 import numpy as np
 
 from reference.records import RecordError, read
-from reference.sample import Table
+from reference.sample import Sample, Table
 from reference.stats import hajek_sums, prompt_bootstrap
 from reference.tables import compare, tables
 
-# name in the summary: (floor, field of its record)
+# name in the summary: where it is in a record
 COLUMNS = {
     "t0_fit": ("order0", "fit"),
     "t0_held_out": ("order0", "held_out"),
@@ -34,6 +34,8 @@ COLUMNS = {
     "t1_lower": ("order1", "lower"),
     "t1_upper": ("order1", "upper"),
     "t1_covered": ("order1", "covered"),
+    "alive": ("alive",),
+    "distinct": ("distinct",),
 }
 
 
@@ -48,23 +50,18 @@ def summarise(provenance, rows, *, replicates=10_000):
     """
     try:
         plan, anchors = check_rows(rows)
-        domains = np.array([row["domain"] for row in anchors])
-        prompts = np.array([row["prompt"] for row in anchors])
+        sample = Sample(anchors, plan, replicates)
+        domains, prompts, inclusion = sample.domains, sample.prompts, sample.inclusion
         here = {d: domains == d for d in plan if (domains == d).any()}
         measured = {d: {"anchors": int(h.sum()), "prompts": len(set(prompts[h]))} for d, h in here.items()}
-        inclusion = np.array([row["inclusion"] for row in anchors])
-        for domain, count in measured.items():
-            inclusion[here[domain]] *= count["anchors"] / plan[domain]["anchors"]
-        values = {name: _column(anchors, *where) for name, where in COLUMNS.items()}
-        values["alive"] = np.array([row["alive"] for row in anchors], dtype=np.float64)
-        values["distinct"] = np.array([row["distinct"] for row in anchors], dtype=np.float64)
+        values = {name: sample.column(*where) for name, where in COLUMNS.items()}
         groups = {}
         for domain, h in here.items():
             mine = {name: column[h] for name, column in values.items()}
             groups[domain] = _group(mine, inclusion[h], prompts[h], None, replicates)
         groups["pooled"] = _group(values, inclusion, prompts, None, replicates)
         groups["equal-domain"] = _group(values, inclusion, prompts, domains, replicates)
-        others = {name: asdict(found) for name, found in tables(anchors, plan, replicates).items()}
+        others = {name: asdict(found) for name, found in tables(sample).items()}
     except RecordError:
         raise
     except (KeyError, TypeError, ValueError) as error:
@@ -185,12 +182,6 @@ def check_plot(path):
     except OSError as error:
         raise RecordError(f"--plot {path} cannot be written: {error.strerror}") from None
     return plt
-
-
-def _column(anchors, order, field):
-    """One floor field of all anchors, [N, gamma], NaN where it is absent."""
-    gamma = len(anchors[0]["alive"])
-    return np.array([row[order].get(field) or [None] * gamma for row in anchors], dtype=np.float64)
 
 
 def _group(values, inclusion, prompts, strata, replicates):

@@ -1,10 +1,6 @@
 """D-REAL through whole networks: slopes against enumeration, the target's online rows against plain forwards."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -17,6 +13,7 @@ from hypothesis import strategies as st
 from models.config import DecoderConfig
 from models.drafter_config import DrafterConfig
 from tests.agreement import assert_agree
+from tests.processes import train_in_two
 from tests.strategies import seeds
 
 torch = pytest.importorskip("torch")
@@ -612,21 +609,5 @@ def test_bad_commands(command, folders, tmp_path):
 def test_two_processes_make_the_same_steps_as_one(command, tmp_path):
     """Sequences 3 a step, so that the two processes get two and one."""
     example.main(command(out=tmp_path / "one", sequences=3))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, ROOT / "examples" / "dreal_posttrain.py", *command(out=tmp_path / "two", sequences=3)],
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=120) for process in processes]
-    assert all(process.returncode == 0 for process in processes), outputs
-    assert json.loads(outputs[0][0].splitlines()[-1])["processes"] == 2 and not outputs[1][0]
+    train_in_two("dreal_posttrain.py", command(out=tmp_path / "two", sequences=3))
     assert_agree(stored(tmp_path / "two.checkpoint"), stored(tmp_path / "one.checkpoint"), "walk32")

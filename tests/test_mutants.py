@@ -13,7 +13,9 @@ LAWS, STATS = "reference/laws.py", "reference/stats.py"
 RISK, SERVING, RESPONSE = "reference/risk.py", "reference/serving.py", "reference/response.py"
 VERIFY, OBJECTIVES = "reference/verify.py", "reference/objectives.py"
 REWEIGHTING, INFORMATION = "reference/reweighting.py", "reference/information.py"
-CLUSTERS, ANCHOR, TABLES = "reference/clusters.py", "reference/anchor.py", "reference/tables.py"
+CLUSTERS, ANCHOR, TABLES = "reference/clusters.py", "reference/anchor.py", "reference/drafter_tables.py"
+METER = "reference/draft_meter.py"
+TESTED_IN = {"drafter_tables": "tables", "draft_meter": "anchor"}  # where not in a file of the same name
 # fmt: off
 MUTANTS = {  # what is forgotten: (file, what stands there, what stands there instead)
     "a weight": (DISTANCE, "weight = (weights / total)[order]", "weight = (0 * weights + 1 / len(rows))[order]"),
@@ -50,6 +52,7 @@ MUTANTS = {  # what is forgotten: (file, what stands there, what stands there in
     ),
     "the weights of a cluster": (CLUSTERS, "barycentre(rows[mine], weights[mine])", "barycentre(rows[mine])"),
     "which token leads to the realised slot": (ANCHOR, "[realised[k - 1]])[0]", "[realised[k]])[0]"),
+    "how many paths meet a draft": (METER, "own += counts @", "own += np.ones(len(met)) @"),
     "the sign of the exposure": (TABLES, "sample.mean(own, own - risk)", "sample.mean(own, risk - own)"),
     "the prompt": (STATS, "np.asarray(prompts)[here]", "np.arange(len(prompts))[here]"),
 }
@@ -65,7 +68,7 @@ def test_forgetting_is_noticed(name, tmp_path):
     source = (ROOT / file).read_text()
     assert source.count(there) == 1, f"{file} has changed: the mutant needs another place"
     (tmp_path / file).write_text(source.replace(there, instead))
-    tests = f"tests/test_{Path(file).stem}.py"
+    tests = f"tests/test_{TESTED_IN.get(Path(file).stem, Path(file).stem)}.py"
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", tests, "-k", "not fast and not backend"]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 1, f"nobody noticed that {name} was forgotten:\n{run.stdout[-2000:]}"

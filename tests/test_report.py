@@ -12,7 +12,7 @@ import pytest
 from reference import report
 from reference.protocol import Design
 from reference.records import RecordError, RecordFile, read
-from reference.sample import Table
+from reference.sample import Sample, Table
 from reference.tables import compare, tables
 from tests.agreement import assert_agree
 
@@ -331,7 +331,7 @@ def test_tables_of_what_else_was_measured_follow():
     assert list(summarise(finished())["tables"]) == ["intervals"]
     rows = with_drafter(finished())
     summary = summarise(rows)
-    found = tables(anchors_of(rows), plan_row()["domains"], 300)
+    found = tables(Sample(anchors_of(rows), plan_row()["domains"], 300))
     assert list(summary["tables"]) == [
         "drafter d", "serving d", "dependence d", "accepted length", "intervals", "concentration",
     ]  # fmt: skip

@@ -188,7 +188,7 @@ def rows():
 
 @pytest.fixture(scope="module")
 def found(rows):
-    return tables(rows, PLAN, REPLICATES)
+    return tables(Sample(rows, PLAN, REPLICATES))
 
 
 # --- drafters ---------------------------------------------------------------------------------------------------
@@ -401,7 +401,7 @@ def test_recovery_without_realised_suffixes():
     for row in rows:
         for m in (1, 2, 4):
             row.pop(f"suffix{m}", None)
-    table = tables(rows, PLAN, REPLICATES)["recovery"]
+    table = tables(Sample(rows, PLAN, REPLICATES))["recovery"]
     assert table.columns == ["order", "slot", "rho", "95%"]
     assert {len(row) for row in table.rows} == {4}
 
@@ -429,7 +429,7 @@ def test_an_infinite_loss_takes_its_anchor_out_of_every_cross_entropy():
     # was once: CE_B, CE_A and their difference were means over different anchors, and CE_commit below CE_B
     rows = finished()
     rows[0]["information"]["blind"][1] = rows[1]["information"]["commit"][1] = None
-    columns = columns_of(tables(rows, PLAN, REPLICATES)["information"])
+    columns = columns_of(tables(Sample(rows, PLAN, REPLICATES))["information"])
     for blind, realised, change in zip(*(columns[c] for c in ("CE_B", "CE_A", "CE_B - CE_A")), strict=True):
         assert_cell(change, blind - realised)
     assert columns["CE_commit"][1] is None
@@ -541,7 +541,7 @@ def contexts(factors, gamma=3, inclusion=None):
         floors = {"fit": [0.0] * gamma, "held_out": [0.0] * gamma, "covered": [1.0] * gamma}
         rows.append({"kind": "anchor", "domain": "sums", "prompt": str(i), "position": 0, "inclusion": pi,
                      "alive": [1.0] * gamma, "order0": floors, "order1": floors, "drafters": {"d": entry}})  # fmt: skip
-    return tables(rows, {"sums": {"anchors": len(rows)}}, REPLICATES)
+    return tables(Sample(rows, {"sums": {"anchors": len(rows)}}, REPLICATES))
 
 
 def test_an_easy_and_a_hard_context():
@@ -588,7 +588,7 @@ def test_an_unfinished_run_shrinks_the_inclusion():
     sample = Sample(rows, PLAN, REPLICATES)
     for row, inclusion in zip(shrunk, sample.inclusion, strict=True):
         assert_agree(inclusion, row["inclusion"], "float64")
-    found = tables(rows, PLAN, REPLICATES)
+    found = tables(Sample(rows, PLAN, REPLICATES))
     paths = of("parallel", "risk"), ("order0", "fit")
     gap = columns_of(found["drafter parallel"])
     assert_column(gap["gap"], shrunk, over(term(lambda r, t: r - t, *paths)))
@@ -599,7 +599,7 @@ def test_rows_without_drafters_or_companions_have_no_tables():
     rows = finished()
     floors_only = [{n: v for n, v in row.items() if n in ("domain", "prompt", "inclusion", "alive", "order0", "order1")}
                    for row in rows]  # fmt: skip
-    assert list(tables(floors_only, PLAN, REPLICATES)) == ["intervals"]
+    assert list(tables(Sample(floors_only, PLAN, REPLICATES))) == ["intervals"]
 
 
 def test_an_anchor_that_stops_at_once_takes_no_table_away():
@@ -607,14 +607,14 @@ def test_an_anchor_that_stops_at_once_takes_no_table_away():
     rows = finished()
     assert not all("suffix1" in row for row in rows)
     assert not all("suffix4" in row for row in rows if "suffix1" in row)
-    found = tables(rows, PLAN, REPLICATES)
+    found = tables(Sample(rows, PLAN, REPLICATES))
     assert found["recovery"].columns[-1] == "median ESS"
     assert "reweighted" in found["estimators"].columns
 
 
 def test_one_prompt_gives_no_interval():
     rows = [{**row, "prompt": "sums:0"} for row in finished()]
-    for table in tables(rows, PLAN, REPLICATES).values():
+    for table in tables(Sample(rows, PLAN, REPLICATES)).values():
         for name, column in columns_of(table).items():
             if "95%" in name:
                 assert set(column) == {None}
@@ -646,7 +646,7 @@ def test_tables_are_json_and_text_whatever_is_missing(seed, hole):
         row["support"] = [
             None if t is None else s or 1.0 for s, t in zip(row["support"], row["order0"]["fit"], strict=True)
         ]
-    for table in tables(rows, PLAN, 5).values():
+    for table in tables(Sample(rows, PLAN, 5)).values():
         text = json.dumps(vars(table), allow_nan=False)
         assert Table(**json.loads(text)).render() == table.render()
         assert len(table.render().splitlines()) == len(table.rows) + 2

@@ -1,10 +1,6 @@
 """Training of drafters: losses against arrays of the authors' own code and closed forms, the loop against itself."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +14,7 @@ from models.drafter_checkpoint import read_drafter
 from models.drafter_config import DrafterConfig
 from reference.drafters import TrainingBlocks
 from tests.agreement import assert_agree
+from tests.processes import train_in_two
 from tests.strategies import seeds
 
 torch = pytest.importorskip("torch")
@@ -861,24 +858,7 @@ def test_an_interrupted_run_ends_where_an_undisturbed_one_does(command, tmp_path
 def test_two_processes_make_the_same_steps_as_one(command, tmp_path):
     """Sequences 3 a step, so that the two processes get two and one."""
     example.main(command(out=tmp_path / "one", sequences=3))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, ROOT / "examples" / "train_drafter.py", *command(out=tmp_path / "two", sequences=3)],
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=120) for process in processes]
-    assert all(process.returncode == 0 for process in processes), outputs
-    assert json.loads(outputs[0][0].splitlines()[-1])["processes"] == 2
-    assert not outputs[1][0]
+    train_in_two("train_drafter.py", command(out=tmp_path / "two", sequences=3))
     one, two = (torch.load(tmp_path / f"{name}.checkpoint", weights_only=True) for name in ("one", "two"))
     assert one["step"] == two["step"] == 4
     for name, tensor in one["drafter"].items():
