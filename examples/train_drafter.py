@@ -32,6 +32,7 @@ SIZES = {  # of a drafter, of a step, of its data
 }  # fmt: skip
 RANKS = {"dflash": None, "dspark": 256, "attention": 512, "dflash2": 256}  # of the head, in the released sizes
 BLOCKS = {"dflash": 7, "dspark": 7, "attention": 7, "dflash2": 8}
+PARTS = {"dspark": (), "attention": ("short_conv", "slot_embed")}  # what a family is released with
 HEADS, CANDIDATES, GROUP = 4, 16, 16  # of a prefix-attention head, of a slot, channels of a convolution's kernel
 
 
@@ -88,6 +89,11 @@ def new_config(target, options, mask):
     config |= {
         "confidence_head_with_markov": confidence, "markov_head_type": "attn" if family == "attention" else "vanilla",
     }  # fmt: skip
+    conv, slots = "short_conv" in options.parts, "slot_embed" in options.parts
+    if conv or slots or family == "attention":
+        block = {"short_conv_kernel_size": 2, "short_conv_group_size": GROUP} if conv else {}
+        config |= {"short_conv": conv, "slot_embed": slots, "dflash_config": {"slot_embed": slots} | block}
+        config |= {"short_conv_group_size": GROUP} if conv else {}
     if family == "dspark":
         return config
     return config | {
@@ -95,10 +101,8 @@ def new_config(target, options, mask):
         "markov_gate_mode": "none", "markov_anchor_kv": False, "markov_out_scale": 0.35,
         "markov_seed_std_pred": 0.0602, "markov_seed_std_succ": 0.0664,
         "slot_embed_std": 0.02, "slot_embed_depth_frac": 0.4,
-        "short_conv": True, "short_conv_group_size": GROUP, "slot_embed": True,
         "nominate_alpha": RECIPES["attention"].nomination, "nominate_topk": CANDIDATES,
         "causal_draft_mask": False, "is_causal": False,
-        "dflash_config": {"slot_embed": True, "short_conv_kernel_size": 2, "short_conv_group_size": GROUP},
     }  # fmt: skip
 
 
@@ -123,12 +127,17 @@ def parse(arguments):
     add("--layers", type=int)
     add("--block-size", type=int)
     add("--rank", type=int, help="width of the head")
+    add("--parts", nargs="*", choices=PARTS["attention"], help="of dspark and attention (default: as released)")
     add("--taps", type=int, help="how many of the target's layers are read")
     add("--mask-id", type=int, help="the id that fills the block (default: the tokenizer's mask, or a spare id)")
     add("--epochs", type=int, default=10)
     options = parser.parse_args(arguments)
     if options.family == "dflash" and options.rank is not None:
         parser.error("--rank is the width of a head, and a dflash drafter has none")
+    if options.parts is None:
+        options.parts = PARTS.get(options.family, ())
+    elif options.family not in PARTS:
+        parser.error(f"--parts is about dspark and attention drafters, not {options.family}")
     options = program.settle(options, SIZES)
     for name, defaults in (("rank", RANKS), ("block_size", BLOCKS)):
         if getattr(options, name) is None:

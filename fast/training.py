@@ -108,11 +108,16 @@ class Trainer:
         config = self.drafter.config
         return fit_recipe(recipe or RECIPES[config.family], config)
 
+    @property
+    def coming(self):
+        """Which sequences the next step takes, over all processes: int [n]."""
+        return sequences_of(self.step, len(self.sequences), self.settings.sequences, self.settings.seed)
+
     def update(self):
         """One AdamW step: `Step`.  ValueError where loss or gradient is not finite, before any weight has changed."""
         settings, (rank, processes) = self.settings, place()
         self.optimizer.zero_grad(set_to_none=True)
-        order = sequences_of(self.step, len(self.sequences), settings.sequences, settings.seed)
+        order = self.coming
         sums: Counter[str] = Counter()
         for i in range(rank, settings.sequences, processes):
             sums.update(self.accumulate(self.sequences[order[i]], [settings.seed, self.step, i]))
@@ -161,7 +166,8 @@ class Trainer:
         """`BlockLosses` of some anchors of a sequence, given what the target read in it; differentiable."""
         drafter, c = self.drafter, self.drafter.config
         labels = block_labels(*sequence, anchors, c.block_size, c.in_place)
-        teacher_logits = self.target.read_out(hidden[torch.from_numpy(labels.places - 1).clamp(min=0)])
+        places, of_row = np.unique(np.maximum(labels.places - 1, 0), return_inverse=True)  # blocks overlap
+        teacher_logits = self.target.read_out(hidden[torch.from_numpy(places)])[torch.from_numpy(of_row)]
         with torch.autocast(drafter.device.type, self.autocast, enabled=self.autocast is not None):
             blocks, selector = drafter.forward_blocks(features, sequence.tokens, anchors), None
             before = torch.from_numpy(sequence.tokens[np.maximum(labels.places - 1, anchors[:, None])])

@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -26,12 +27,12 @@ from tqdm import tqdm
 
 from fast import training
 from fast.decoder import Decoder
-from fast.devices import placement
+from fast.devices import hardware, placement
 from fast.paths import write_answers
 from models.checkpoint import digest, locate
 from models.text import Text, builtin_prompts, read_prompts
 from reference.laws import SamplingLaw
-from reference.program import sha
+from reference.program import commit, sha, versions
 from reference.records import RecordFile, read
 
 ANSWERS_AT_ONCE, ANSWER_SEED = 16, 0
@@ -86,29 +87,36 @@ def run(options, begin):
     say(estimate(trainer, processes))
 
     trainer.seconds.clear()
-    start, first, shown, counts = time.perf_counter(), trainer.step, {}, Counter()
-    with tqdm(total=settings.steps, initial=first, unit="step", disable=None if rank == 0 else True) as bar:
+    start, first, tokens, shown, counts = time.perf_counter(), trainer.step, 0, {}, Counter()
+    log = step_log(Path(f"{options.out}.steps.jsonl"), first) if rank == 0 else nullcontext()
+    with log, tqdm(total=settings.steps, initial=first, unit="step", disable=None if rank == 0 else True) as bar:
         while trainer.step < settings.steps:
-            step = trainer.update()
+            read = sum(len(trainer.sequences[i].tokens) for i in trainer.coming)
+            step, tokens = trainer.update(), tokens + read
             shown = {name: round(number, 4) for name, number in trainer.summary(step).items()}
             counts.update(step.counts)
             bar.update()
             bar.set_postfix(shown, refresh=False)
-            if rank == 0 and (trainer.step % options.save_every == 0 or trainer.step == settings.steps):
-                training.save_checkpoint(checkpoint, trainer, identity)
-                write_drafter(Path(options.out), raw, drafter)
+            if rank == 0:
+                log.write(json.dumps({"step": trainer.step, "tokens": read} | shown) + "\n")
+                if trainer.step % options.save_every == 0 or trainer.step == settings.steps:
+                    training.save_checkpoint(checkpoint, trainer, identity)
+                    write_drafter(Path(options.out), raw, drafter, tables=not options.without_tables)
     seconds = time.perf_counter() - start
     if options.profile:
         say(profile(trainer.seconds, seconds))
     if rank:
         return None
-    read_per_step, config = np.mean([len(s.tokens) for s in trainer.sequences]) * settings.sequences, drafter.config
-    return about | {
+    config = drafter.config
+    report = about | {
         "family": config.family, "parameters": config.parameter_count(), "objective": options.objective,
-        "sequences": len(trainer.sequences), "steps": trainer.step, "processes": processes,
-        "seconds": round(seconds, 2), "tokens_per_second": round(read_per_step * (trainer.step - first) / seconds),
+        "answers": len(trainer.sequences), "settings": asdict(settings), "steps": trainer.step, "dtype": options.dtype,
+        "hardware": hardware(options.device), "versions": versions("fast"), "commit": commit(),
+        "processes": processes, "seconds": round(seconds, 2), "tokens_per_second": round(tokens / seconds),
         **shown, "counts": counts,
     }  # fmt: skip
+    write_card(Path(options.out), report)
+    return report
 
 
 def check(options):
@@ -140,16 +148,41 @@ def join(options):
     return training.place()
 
 
-def write_drafter(folder, raw, drafter):
+def step_log(path, first):
+    """A text file with a JSON line for each of the `first` steps done, open for the lines of the coming ones."""
+    done = path.read_text().splitlines(keepends=True)[:first] if first and path.exists() else []
+    path.write_text("".join(done))
+    return path.open("a", buffering=1)
+
+
+def write_drafter(folder, raw, drafter, tables=True):
     """The drafter's folder: config.json and bfloat16 weights, with copies of the target's tables where it is custom."""
     weights = dict(drafter.state_dict())
-    if drafter.config.family != "dflash2":
+    if tables and drafter.config.family != "dflash2":
         weights |= {"embed_tokens.weight": drafter.embedding, "lm_head.weight": drafter.head}
     weights = {name: tensor.to("cpu", torch.bfloat16, copy=True).contiguous() for name, tensor in weights.items()}
     folder.mkdir(parents=True, exist_ok=True)
     data = f"{json.dumps(raw, indent=2)}\n".encode()
     training.write_atomically(folder / "config.json", lambda path: path.write_bytes(data))
     training.write_atomically(folder / "model.safetensors", lambda path: save_file(weights, path, {"format": "pt"}))
+
+
+def write_card(folder, report):
+    """README.md of the drafter's folder: what it was trained from, on and with."""
+    settings, versions = report["settings"], ", ".join(f"{k} {v}" for k, v in report["versions"].items())
+    start = f", from {report['drafter']} ({report['drafter_revision']})" if "drafter" in report else ""
+    text = f"""# {folder.name}
+
+A {report["family"]} drafter for {report["target"]} ({report["revision"]}): {report["parameters"]:,} parameters of its
+own; the target's embedding and head are borrowed.
+
+Objective `{report["objective"]}`{start}. {report["answers"]:,} answers that the target wrote at temperature 1, up to
+{settings["anchors"]} anchors in each; {report["steps"]:,} steps of {settings["sequences"]} answers. AdamW, learning
+rate {settings["learning_rate"]:g} after a warm-up over {settings["warm_up"]:.0%} of the steps, cosine to 0, gradients
+clipped to norm {settings["clip"]:g}, seed {settings["seed"]}. Products in {report["dtype"]}, weights in float32, stored
+in bfloat16. {report["hardware"]}, {report["processes"]} process(es); {versions}; commit {report["commit"]}.
+"""
+    training.write_atomically(folder / "README.md", lambda path: path.write_text(text, encoding="utf-8"))
 
 
 def read_sequences(options, target, text, about, say):
@@ -245,6 +278,7 @@ def new_parser(doc, sizes):
     add("--save-every", type=int, default=100, metavar="STEPS")
     add("--resume", action="store_true", help="go on from OUT.checkpoint")
     add("--limit", type=int, metavar="N", help="smoke run: at most N prompts and steps")
+    add("--without-tables", action="store_true", help="store no copies of the target's embedding and head")
     add("--profile", action="store_true", help="print where the time of a step goes")
     return parser
 

@@ -593,7 +593,7 @@ def test_smoke_run_in_bfloat16(command, capsys):
     example.main(command(limit=2, dtype="bfloat16", at_once=2, epochs=3, profile=True))
     report, log = capsys.readouterr()
     report = json.loads(report.splitlines()[-1])
-    assert report["sequences"] == 2 and report["steps"] == 2 and report["J"] > 0
+    assert report["answers"] == 2 and report["steps"] == 2 and report["J"] > 0
     assert "estimate" in log and "backward" in log
 
 

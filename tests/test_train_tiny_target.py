@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -161,3 +162,12 @@ def test_last_line_is_json(trained, capsys):
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["steps"] == 4 and set(report["held_out_bits_per_byte"]) == set(corpus.DOMAINS)
     assert "bits per byte" in (trained / "README.md").read_text("utf-8")
+
+
+def test_questions_become_prompts_files_and_held_out_ones_stay_apart(tmp_path):
+    written = {held: corpus.write_prompts(tmp_path / str(held), 20, held) for held in (False, True)}
+    for paths in written.values():
+        assert [path.stem for path in paths] == list(corpus.DOMAINS)
+        assert Counter(prompt.domain for prompt in read_prompts(paths)) == dict.fromkeys(corpus.DOMAINS, 20)
+    asked = [{prompt.text for prompt in read_prompts(paths)} for paths in written.values()]
+    assert not asked[0] & asked[1]

@@ -20,6 +20,8 @@ from tests.strategies import seeds
 torch = pytest.importorskip("torch")
 tokenizers = pytest.importorskip("tokenizers")
 
+from safetensors.torch import load_file  # noqa: E402
+
 from examples import train_drafter as example  # noqa: E402
 from fast import draft_losses as losses  # noqa: E402
 from fast import objectives, training  # noqa: E402
@@ -805,7 +807,7 @@ def test_the_folder_is_released_format_that_both_wings_load(command, folder, fam
     example.main(command(family, profile=True))
     report, log = capsys.readouterr()
     report = json.loads(report.splitlines()[-1])
-    assert report["steps"] == 4 and report["family"] == family and report["sequences"] == 5
+    assert report["steps"] == 4 and report["family"] == family and report["answers"] == 5
     assert "estimate" in log and "backward" in log
     raw = json.loads((tmp_path / "drafter" / "config.json").read_text())
     assert raw["architectures"] == ["DFlash2DraftModel" if family == "dflash2" else "Qwen3DSparkModel"]
@@ -853,6 +855,27 @@ def test_an_interrupted_run_ends_where_an_undisturbed_one_does(command, tmp_path
     )
     whole = (tmp_path / "whole" / "model.safetensors").read_bytes()
     assert (tmp_path / "drafter" / "model.safetensors").read_bytes() == whole
+    logs = [(tmp_path / f"{name}.steps.jsonl").read_text() for name in ("drafter", "whole")]
+    assert logs[0] == logs[1] and [json.loads(line)["step"] for line in logs[0].splitlines()] == [1, 2, 3, 4]
+
+
+def test_parts_are_added_to_the_same_backbone_and_tables_left_out(command, tmp_path):
+    stored = {}
+    for family, parts in (("dspark", None), ("dspark", "short_conv"), ("dspark", "slot_embed"), ("attention", "")):
+        out = tmp_path / f"{family}-{parts}"
+        flags = [*command(family, out=out, limit=1, learning_rate=1e-9, steps=None, without_tables=True)]
+        example.main([*flags, *(["--parts", *parts.split()] if parts is not None else [])])
+        stored[family, parts] = dict(load_file(out / "model.safetensors"))
+        assert out.name in (out / "README.md").read_text().splitlines()[0]
+    plain = stored["dspark", None]
+    assert not {"embed_tokens.weight", "lm_head.weight"} & plain.keys()
+    for (family, parts), tensors in stored.items():
+        assert any("conv" in name for name in tensors) == (parts == "short_conv")
+        assert ("slot_embed" in tensors) == (parts == "slot_embed")
+        for name in (name for name in plain if family == "dspark" or name.startswith(("layers", "fc"))):
+            assert_agree(tensors[name].float(), plain[name].float(), "walk32")
+    with pytest.raises(SystemExit):
+        example.main([*command("dflash2"), "--parts", "short_conv"])
 
 
 def test_two_processes_make_the_same_steps_as_one(command, tmp_path):
@@ -868,7 +891,7 @@ def test_two_processes_make_the_same_steps_as_one(command, tmp_path):
 def test_smoke_run(command, tmp_path, capsys):
     example.main(command(limit=2, sequences=None, steps=None, epochs=3, dtype="bfloat16"))
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert report["sequences"] == 2 and report["steps"] == 2
+    assert report["answers"] == 2 and report["steps"] == 2
 
 
 @pytest.mark.parametrize("name", [*program.COUNTS, "learning_rate"])
