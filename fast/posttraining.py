@@ -269,6 +269,22 @@ def grow_suffixes(target, memory, ends, drafts, starts, lengths):
     return nodes[real], target.forward(tokens, positions, attend)[0]
 
 
+@torch.no_grad()
+def expected_length(target, drafter, sequences, anchors, seed):
+    """Tokens per round at temperature 1, 1 + J, bonus token counted, over up to `anchors` anchors of each sequence.
+
+    The same seed gives the same anchors and uniforms, so two drafters are compared on the same blocks.
+    """
+    length = blocks = 0
+    for i, sequence in enumerate(sequences):
+        some = training.draw_anchors(sequence.supervised, anchors, np.random.default_rng([seed, i]))
+        uniforms = np.random.default_rng([seed, i, DRAWS]).random((len(some), drafter.gamma))
+        reading = read_sequence(target, sequence.tokens, drafter.taps)
+        found = round_losses(OnlineRecipe(), target, drafter, sequence.tokens, some, uniforms, reading)
+        length, blocks = length + float(found.length), blocks + int(found.blocks)
+    return length / blocks
+
+
 class OnlineTrainer(training.Trainer):
     """A trainer whose losses are those of drafted blocks: see `training.Trainer` and `round_losses`.
 

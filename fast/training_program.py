@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import distributed
 from tqdm import tqdm
 
-from fast import training
+from fast import posttraining, training
 from fast.decoder import Decoder
 from fast.devices import hardware, placement
 from fast.paths import write_answers
@@ -36,6 +36,7 @@ from reference.program import commit, sha, versions
 from reference.records import RecordFile, read
 
 ANSWERS_AT_ONCE, ANSWER_SEED = 16, 0
+HELD_OUT_ANCHORS = 16  # of a held-out answer
 COUNTS = (
     "limit", "sequences", "anchors", "at_once", "steps", "epochs", "save_every", "answer_tokens", "max_tokens",
     "layers", "block_size", "rank", "taps",
@@ -69,6 +70,8 @@ def run(options, begin):
     about = {"target": snapshot.name, "revision": snapshot.revision or f"files {digest(snapshot.folder)}"}
     raw, drafter, make, origin = begin(options, snapshot, target, text)
     answers, sequences = read_sequences(options, target, text, about, say)
+    kept = held_out(len(sequences), options.held_out)
+    unseen, sequences = ([s for i, s in enumerate(sequences) if (i in kept) == held] for held in (True, False))
 
     steps = options.steps or options.epochs * (len(sequences) // options.sequences)
     settings = training.Settings(
@@ -79,7 +82,7 @@ def run(options, begin):
     trainer = make(target, drafter, sequences, settings, autocast=autocast)
     about |= origin
     identity = about | {
-        "config": sha(raw), "answers": sha((answers, len(sequences), options.max_tokens)),
+        "config": sha(raw), "answers": sha((answers, len(sequences), options.max_tokens, sorted(kept))),
         "objective": options.objective, "dtype": options.dtype, **asdict(settings),
     }  # fmt: skip
     if options.resume:
@@ -90,6 +93,8 @@ def run(options, begin):
     start, first, tokens, shown, counts = time.perf_counter(), trainer.step, 0, {}, Counter()
     log = step_log(Path(f"{options.out}.steps.jsonl"), first) if rank == 0 else nullcontext()
     with log, tqdm(total=settings.steps, initial=first, unit="step", disable=None if rank == 0 else True) as bar:
+        if rank == first == 0:
+            log.write(json.dumps({"step": 0, "tokens": 0} | evaluate(trainer, unseen)) + "\n")
         while trainer.step < settings.steps:
             read = sum(len(trainer.sequences[i].tokens) for i in trainer.coming)
             step, tokens = trainer.update(), tokens + read
@@ -98,10 +103,11 @@ def run(options, begin):
             bar.update()
             bar.set_postfix(shown, refresh=False)
             if rank == 0:
-                log.write(json.dumps({"step": trainer.step, "tokens": read} | shown) + "\n")
                 if trainer.step % options.save_every == 0 or trainer.step == settings.steps:
                     training.save_checkpoint(checkpoint, trainer, identity)
                     write_drafter(Path(options.out), raw, drafter, tables=not options.without_tables)
+                    shown |= evaluate(trainer, unseen)
+                log.write(json.dumps({"step": trainer.step, "tokens": read} | shown) + "\n")
     seconds = time.perf_counter() - start
     if options.profile:
         say(profile(trainer.seconds, seconds))
@@ -127,8 +133,9 @@ def check(options):
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     if not 0 < options.learning_rate < math.inf:
         raise ValueError(f"--learning-rate must be a positive number, got {options.learning_rate}")
-    if options.seed < 0:
-        raise ValueError(f"--seed must be at least 0, got {options.seed}")
+    for name in ("seed", "held_out"):
+        if getattr(options, name) < 0:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 0, got {getattr(options, name)}")
     out = Path(options.out)
     if out.is_file():
         raise ValueError(f"{out} is a file; --out names the drafter's folder")
@@ -148,9 +155,28 @@ def join(options):
     return training.place()
 
 
+def held_out(count, wanted):
+    """Which of `count` answers are kept out of a training: `wanted` places as far apart as can be."""
+    if count < 2 * wanted:
+        raise ValueError(f"{count} answers are too few to hold {wanted} out; give more prompts or a smaller --held-out")
+    return {int(i) for i in (np.arange(wanted) + 0.5) * count / max(wanted, 1)}
+
+
+def evaluate(trainer, sequences):
+    """{"held_out": expected accepted length on sequences that are not trained on}, empty without any."""
+    if not sequences:
+        return {}
+    with trainer.timed("held-out answers"):
+        length = posttraining.expected_length(
+            trainer.target, trainer.drafter, sequences, HELD_OUT_ANCHORS, trainer.settings.seed
+        )
+    return {"held_out": round(length, 4)}
+
+
 def step_log(path, first):
-    """A text file with a JSON line for each of the `first` steps done, open for the lines of the coming ones."""
-    done = path.read_text().splitlines(keepends=True)[:first] if first and path.exists() else []
+    """A text file with a JSON line for each step up to step `first`, open for those of the coming ones."""
+    done = path.read_text().splitlines(keepends=True) if first and path.exists() else []
+    done = [line for line in done if line.endswith("\n") and json.loads(line)["step"] <= first]
     path.write_text("".join(done))
     return path.open("a", buffering=1)
 
@@ -276,6 +302,8 @@ def new_parser(doc, sizes):
     add("--device", default="auto", help="cpu, cuda or cuda:N (default: cuda if there is one)")
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of products; weights are float32")
     add("--save-every", type=int, default=100, metavar="STEPS")
+    add("--held-out", type=int, default=0, metavar="N",
+        help="answers kept out; OUT.steps.jsonl has the expected accepted length on them")  # fmt: skip
     add("--resume", action="store_true", help="go on from OUT.checkpoint")
     add("--limit", type=int, metavar="N", help="smoke run: at most N prompts and steps")
     add("--without-tables", action="store_true", help="store no copies of the target's embedding and head")

@@ -161,6 +161,16 @@ def test_mean_slope_is_that_of_the_expected_accepted_drafts(drafter, target):
             assert_agree(drafts, exact, "solver")
 
 
+def test_held_out_length_is_the_expected_one(drafter, target):
+    """Mean over many seeds against enumeration, within 5 of its standard errors; same seed, same value."""
+    text = training.Sequence(TOKENS, np.arange(len(TOKENS)) >= 2)
+    features = posttraining.read_sequence(target, TOKENS, drafter.taps).features
+    exact = 1 + np.mean([float(expected_drafts(drafter, target, features, p)) for p in range(2, 7)])
+    found = [posttraining.expected_length(target, drafter, [text] * 8, 5, seed) for seed in range(30)]
+    assert abs(np.mean(found) - exact) < 5 * np.std(found) / len(found) ** 0.5 + 1e-9
+    assert posttraining.expected_length(target, drafter, [text] * 8, 5, 0) == found[0] != found[1]
+
+
 def test_last_draft_is_not_read(drafter, target):
     reading, found = posttraining.read_sequence(target, TOKENS, drafter.taps), []
     for last in (1e-9, 0.4, 0.8, 1 - 1e-9):

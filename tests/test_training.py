@@ -833,7 +833,7 @@ def stored_weights(path):
 
 
 def test_an_interrupted_run_ends_where_an_undisturbed_one_does(command, tmp_path, monkeypatch):
-    example.main(command(out=tmp_path / "whole"))
+    example.main(command(out=tmp_path / "whole", held_out=1))
     updates, update = [], training.Trainer.update
 
     def stop_after_three(trainer):
@@ -844,19 +844,24 @@ def test_an_interrupted_run_ends_where_an_undisturbed_one_does(command, tmp_path
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(training.Trainer, "update", stop_after_three)
-        example.main(command(save_every=2))
+        example.main(command(save_every=2, held_out=1))
     answers = tmp_path / "drafter.answers.jsonl"
     answers.write_bytes(answers.read_bytes() + b'{"kind":"answer","pro')  # and killed while writing
     with pytest.raises(SystemExit, match="another learning_rate"):
-        example.main(command(resume=True, learning_rate=0.5))
-    example.main(command(resume=True))
+        example.main(command(resume=True, held_out=1, learning_rate=0.5))
+    with pytest.raises(SystemExit, match="another answers"):
+        example.main(command(resume=True))
+    example.main(command(resume=True, held_out=1))
     assert_agree(
         stored_weights(tmp_path / "drafter.checkpoint"), stored_weights(tmp_path / "whole.checkpoint"), "exact"
     )
     whole = (tmp_path / "whole" / "model.safetensors").read_bytes()
     assert (tmp_path / "drafter" / "model.safetensors").read_bytes() == whole
-    logs = [(tmp_path / f"{name}.steps.jsonl").read_text() for name in ("drafter", "whole")]
-    assert logs[0] == logs[1] and [json.loads(line)["step"] for line in logs[0].splitlines()] == [1, 2, 3, 4]
+    paths = [tmp_path / f"{name}.steps.jsonl" for name in ("drafter", "whole")]
+    mine, theirs = ([json.loads(line) for line in path.read_text().splitlines()] for path in paths)
+    assert mine.pop(2).pop("held_out") > 1  # the interrupted run saved there
+    assert [row["step"] for row in theirs] == [0, 1, 2, 3, 4] and theirs.pop(2) and mine == theirs
+    assert [("held_out" in row) for row in theirs] == [True, False, False, True]
 
 
 def test_parts_are_added_to_the_same_backbone_and_tables_left_out(command, tmp_path):
