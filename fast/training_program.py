@@ -49,6 +49,8 @@ def launch(options, begin):
         report = run(options, begin)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("stopped; the same command with --resume goes on from the last saved step")
     finally:
         if distributed.is_initialized():
             distributed.destroy_process_group()
@@ -89,25 +91,13 @@ def run(options, begin):
         training.load_checkpoint(checkpoint, trainer, identity)
     say(estimate(trainer, processes))
 
+    def save():
+        training.save_checkpoint(checkpoint, trainer, identity)
+        write_drafter(Path(options.out), raw, drafter, tables=not options.without_tables)
+
     trainer.seconds.clear()
-    start, first, tokens, shown, counts = time.perf_counter(), trainer.step, 0, {}, Counter()
-    log = step_log(Path(f"{options.out}.steps.jsonl"), first) if rank == 0 else nullcontext()
-    with log, tqdm(total=settings.steps, initial=first, unit="step", disable=None if rank == 0 else True) as bar:
-        if rank == first == 0:
-            log.write(json.dumps({"step": 0, "tokens": 0} | evaluate(trainer, unseen)) + "\n")
-        while trainer.step < settings.steps:
-            read = sum(len(trainer.sequences[i].tokens) for i in trainer.coming)
-            step, tokens = trainer.update(), tokens + read
-            shown = {name: round(number, 4) for name, number in trainer.summary(step).items()}
-            counts.update(step.counts)
-            bar.update()
-            bar.set_postfix(shown, refresh=False)
-            if rank == 0:
-                if trainer.step % options.save_every == 0 or trainer.step == settings.steps:
-                    training.save_checkpoint(checkpoint, trainer, identity)
-                    write_drafter(Path(options.out), raw, drafter, tables=not options.without_tables)
-                    shown |= evaluate(trainer, unseen)
-                log.write(json.dumps({"step": trainer.step, "tokens": read} | shown) + "\n")
+    start = time.perf_counter()
+    tokens, shown, counts = train(trainer, options, unseen, save, rank)
     seconds = time.perf_counter() - start
     if options.profile:
         say(profile(trainer.seconds, seconds))
@@ -123,6 +113,29 @@ def run(options, begin):
     }  # fmt: skip
     write_card(Path(options.out), report)
     return report
+
+
+def train(trainer, options, unseen, save, rank):
+    """All steps that are left: (tokens read, numbers of the last step, sums of all steps); process 0 logs and saves."""
+    first, steps, tokens, shown, counts = trainer.step, trainer.settings.steps, 0, {}, Counter()
+    log = step_log(Path(f"{options.out}.steps.jsonl"), first) if rank == 0 else nullcontext()
+    with log, tqdm(total=steps, initial=first, unit="step", disable=None if rank == 0 else True) as bar:
+        if rank == first == 0:
+            log.write(json.dumps({"step": 0, "tokens": 0} | evaluate(trainer, unseen)) + "\n")
+        while trainer.step < steps:
+            read = sum(len(trainer.sequences[i].tokens) for i in trainer.coming)
+            step, tokens = trainer.update(), tokens + read
+            shown = {name: round(number, 4) for name, number in trainer.summary(step).items()}
+            counts.update(step.counts)
+            bar.update()
+            bar.set_postfix(shown, refresh=False)
+            saving = trainer.step % options.save_every == 0 or trainer.step == steps
+            if rank == 0:
+                shown |= evaluate(trainer, unseen) if saving else {}
+                log.write(json.dumps({"step": trainer.step, "tokens": read} | shown) + "\n")
+                if saving:
+                    save()
+    return tokens, shown, counts
 
 
 def check(options):
