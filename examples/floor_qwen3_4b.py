@@ -8,6 +8,7 @@ slot by slot.  Every anchor is a line of the record file; the same command resum
     python examples/floor_qwen3_4b.py --target FOLDER --anchors 12        # any Qwen3 or Llama-family model
     python examples/floor_qwen3_4b.py --target toy --anchors 24           # no model, no network: ten seconds
     python examples/floor_qwen3_4b.py --target FOLDER --backend reference --limit 2    # NumPy, two anchors a domain
+    torchrun --nproc-per-node 8 examples/floor_qwen3_4b.py                # the work dealt to eight GPUs, the same file
 
 Prints an estimate of memory and time, a progress bar with the running floors, a table per domain and pooled,
 and one JSON document as the last line.  `python -m reference.report RECORDS` prints it again without a model.

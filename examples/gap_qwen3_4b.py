@@ -8,6 +8,7 @@ dependence, accepted length, and paired differences between drafters.
     python examples/gap_qwen3_4b.py --drafter deepseek-ai/dspark_qwen3_4b_block7 deepseek-ai/dflash_qwen3_4b_block7
     python examples/gap_qwen3_4b.py --target FOLDER --drafter FOLDER --also response information --plot gaps.png
     python examples/gap_qwen3_4b.py --target toy --drafter parallel chained --anchors 12    # no model: half a minute
+    torchrun --nproc-per-node 8 examples/gap_qwen3_4b.py                 # the work dealt to eight GPUs, the same file
 
 Prints the floors, one table per question and drafter, and one JSON document as the last line.
 `python -m reference.report RECORDS` prints it again without a model, `--against OTHER` compares two runs.

@@ -8,10 +8,14 @@ drafters, throughput, latency and speed-up over plain decoding in the same engin
         --temperature 0 1 --concurrency 1 4 8 16 32 --prompts gsm8k.jsonl humaneval.jsonl --plot survival.png
     python examples/serve_compare.py --target FOLDER --drafter FOLDER --limit 2      # a trial of every part
     python examples/serve_compare.py --target toy --drafter parallel chained --backend reference    # no model: seconds
+    torchrun --nproc-per-node 8 examples/serve_compare.py --target Qwen/Qwen3-4B ...    # eight GPUs, an engine on each
 
 Each finished request is a line of the record file (--out) at once: the same command goes on after an interruption, and
 more temperatures or numbers of requests side by side may join the same file.  Prints the tables and one JSON document
 as the last line; `python -m reference.serving_report RECORDS` prints them again.
+
+Under `torchrun` the requests of every cell are dealt to the processes, each an engine of its own that holds the stated
+number of requests side by side; tokens a second stay those of one engine (`reference/serving_report.py`).
 """
 
 import json
@@ -20,6 +24,7 @@ import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections import Counter
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,25 +35,22 @@ from models.config import DecoderConfig
 from reference import program, report, serving_report
 from reference.engine import Request, check_settings
 from reference.laws import SamplingLaw
-from reference.records import RecordFile, read
-from reference.serving_report import PLAIN, key_of, request_row
+from reference.records import key_of, read
+from reference.serving_report import PLAIN, request_row
+from reference.shared_records import SharedRecords, ranks
 
 WARM_UP = 8  # tokens of each request of a batch that is not timed
 
 
 def main(arguments=None):
     """Serve and report, or say in one line what is wrong."""
-    options = parse(arguments)
-    try:
-        run(options)
-    except program.ERRORS as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("stopped; the same command goes on where it was")
+    program.in_one_line(run, parse(arguments))
 
 
 def run(options):
     """Load, serve or resume, report."""
+    rank, size = ranks()
+    options.quiet = options.quiet or rank > 0
     say = (lambda *_: None) if options.quiet else (lambda *text: print(*text, flush=True))
     check(options)
     if options.plot:
@@ -73,8 +75,9 @@ def run(options):
         if not drafter.config.confidence:
             raise ValueError(f"{name} has no confidence head: leave out --threshold")
     for task, count in Counter(prompt.domain for prompt in prompts).items():
-        if count < max(options.concurrency):
-            say(f"note: {task} has {count} prompts, too few for {max(options.concurrency)} side by side")
+        if count < size * max(options.concurrency):
+            engines = f" in {size} engines" if size > 1 else ""
+            say(f"note: {task} has {count} prompts, too few for {max(options.concurrency)} side by side{engines}")
     design = {name: getattr(options, name) for name in ("top_k", "top_p", "lattice", "threshold", "gamma", "seed")}
     provenance = {
         "target": options.target, "revision": None, "design": design | {"answer_tokens": plan.answer_tokens},
@@ -83,11 +86,13 @@ def run(options):
         "versions": program.versions(options.backend), "commit": program.commit(), **about, "drafters": origins,
     }  # fmt: skip
     out = options.out or default_out(options, provenance)
-    with RecordFile(out, provenance) as records:
+    with SharedRecords(out, provenance, rank, size) as records:
         for note in records.notes:
             say(f"note: {note}")
         say(f"records: {out} ({len(records.rows)} requests done)")
         serve(backend.Engine, target, {PLAIN: None, **drafters}, prompts, plan.answer_tokens, options, records)
+    if rank:
+        return
     summary = serving_report.summarise(*read(out))
     say(serving_report.table(summary))
     try:
@@ -100,40 +105,55 @@ def run(options):
 
 def serve(make, target, drafters, prompts, answer_tokens, options, records):
     """Serve every request that has no row yet, cell by cell; engines are made by `make` and live one at a time."""
-    done = {key_of(row) for row in records.rows}
     capacity = max(len(prompt.tokens) for prompt in prompts) + answer_tokens
     settings = {"threshold": options.threshold, "lattice": options.lattice}
-    cells = len(drafters) * len(options.concurrency) * len(options.temperature)
-    with tqdm(total=cells * len(prompts), unit="request", disable=options.quiet) as bar:
-        for name, drafter in drafters.items():
-            for concurrency in options.concurrency:
-                engine = None  # the last one's caches are free before new ones are allocated
-                for temperature in options.temperature:
-                    law = SamplingLaw(temperature, options.top_k, options.top_p)
-                    tasks = {}
-                    for i, prompt in enumerate(prompts):
-                        if (name, temperature, concurrency, prompt.id) not in done:
-                            request = Request(prompt.tokens, answer_tokens, law, (options.seed, i))
-                            tasks.setdefault(prompt.domain, {})[request] = prompt
-                    bar.update(len(prompts) - sum(map(len, tasks.values())))
-                    for requests in tasks.values():
-                        if engine is None:
-                            engine = make(target, drafter, capacity, batch=concurrency, **(settings if drafter else {}))
-                            first = list(requests)[:concurrency]
-                            engine.generate([Request(r.prompt, min(WARM_UP, answer_tokens), law) for r in first])
-                        row = recorder(name, temperature, concurrency, requests, engine, records, bar)
-                        engine.generate(list(requests), finished=row)
+    pieces = []  # cell by cell a piece for each process: {key: (cell, request, prompt)}
+    for cell in product(drafters, options.concurrency, options.temperature):
+        law = SamplingLaw(cell[2], options.top_k, options.top_p)
+        for first in range(records.size):
+            pieces.append({
+                key_in(cell, prompt): (cell, Request(prompt.tokens, answer_tokens, law, (options.seed, i)), prompt)
+                for i, prompt in list(enumerate(prompts))[first :: records.size]
+            })  # fmt: skip
+    engine = made_for = None
+    total = sum(map(len, records.share(pieces)))
+    with tqdm(total=total, unit="request", disable=options.quiet) as bar:
+        for piece, missing in records.deal(pieces):
+            bar.update(len(piece) - len(missing))
+            tasks = {}
+            for cell, request, prompt in map(piece.get, missing):
+                tasks.setdefault((cell, prompt.domain), {})[request] = prompt
+            for (cell, _), requests in tasks.items():
+                name, concurrency, _ = cell
+                if made_for != (name, concurrency):
+                    engine = None  # the last one's caches are free before new ones are allocated
+                    more = settings if drafters[name] else {}
+                    engine = make(target, drafters[name], capacity, batch=concurrency, **more)
+                    made_for = name, concurrency
+                    first = list(requests)[:concurrency]
+                    engine.generate([Request(r.prompt, min(WARM_UP, answer_tokens), r.law) for r in first])
+                engine.generate(list(requests), finished=recorder(cell, requests, engine, records, bar))
 
 
-def recorder(name, temperature, concurrency, prompts, engine, records, bar):
+def key_in(cell, prompt):
+    """The key of the row of a prompt's request in a cell (drafter, concurrency, temperature)."""
+    name, concurrency, temperature = cell
+    return key_of({
+        "kind": "request", "drafter": name, "temperature": temperature, "concurrency": concurrency, "prompt": prompt.id
+    })  # fmt: skip
+
+
+def recorder(cell, prompts, engine, records, bar):
     """What writes the row of each request that ends; writing is in its neighbours' latency, not on the wall clock."""
-    clock, parts = time.perf_counter(), Counter(engine.seconds)
+    (name, concurrency, temperature), clock, parts = cell, time.perf_counter(), Counter(engine.seconds)
 
     def finished(request, completion):
         nonlocal clock, parts
         wall, spent = time.perf_counter() - clock, engine.seconds - parts
         text = program.sha(completion.tokens)
-        row = request_row(name, temperature, concurrency, prompts[request], completion, wall, spent, text)
+        row = request_row(
+            name, temperature, concurrency, prompts[request], completion, wall, spent, text, engines=records.size
+        )
         records.append(row)
         bar.update()
         clock, parts = time.perf_counter(), Counter(engine.seconds)

@@ -157,12 +157,8 @@ def check(options):
 
 def join(options):
     """Join the processes that torchrun started, if it did, and fill in where to run: (rank, number of processes)."""
-    if options.device == "auto" and torch.cuda.is_available():
-        options.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     options.device, options.dtype = placement(options.device, options.dtype)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not distributed.is_initialized():
-        if options.device != "cpu":
-            torch.cuda.set_device(options.device)
         backend = "gloo" if options.device == "cpu" else "nccl"
         distributed.init_process_group(backend, timeout=timedelta(days=30))  # the others wait for the answers
     return training.place()

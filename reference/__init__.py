@@ -31,6 +31,7 @@ and the measurement:
     draft_meter.py     one drafter at that anchor                                Sec. 3.3, App. B.5
     protocol.py        from prompts to one record per anchor                     App. B
     records.py         the file behind every number
+    shared_records.py  the same file, written by several processes
     sample.py, tables.py, drafter_tables.py, report.py   the paper's tables, from it   Tables 3-8, 12, App. C-F
     program.py         flags, loading and provenance of the examples
 

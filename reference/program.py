@@ -6,6 +6,7 @@ Tests: `tests/test_examples.py`.
 
 import hashlib
 import importlib.metadata
+import os
 import platform
 import subprocess
 import sys
@@ -26,7 +27,8 @@ from reference import protocol, report
 from reference.anchor import ALSO
 from reference.draft_meter import check_drafters
 from reference.laws import SamplingLaw
-from reference.records import RecordError, RecordFile, read
+from reference.records import RecordError, read
+from reference.shared_records import SharedRecords, ranks
 
 ITEM_SIZE = {"bfloat16": 2, "float32": 4, "float64": 8}
 ANCHORS, ANSWER_TOKENS = 96, 2048
@@ -35,17 +37,25 @@ ERRORS = (CheckpointError, ConfigError, TextError, RecordError, ValueError)
 
 def main(options, backend, draw=report.plot):
     """Measure and report with a backend, the `reference` or `fast` package; or say in one line what is wrong."""
+    in_one_line(run, options, backend, draw)
+
+
+def in_one_line(run, *arguments):
+    """Call `run`; what stops it ends the process with one line, which names the process where there are several."""
+    where = f" in rank {os.environ['RANK']}" if "RANK" in os.environ else ""
     try:
-        run(options, backend, draw)
+        run(*arguments)
     except ERRORS as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"error{where}: {error}")
     except KeyboardInterrupt:
-        sys.exit("stopped; the same command goes on where it was")
+        sys.exit(f"stopped{where}; the same command goes on where it was")
 
 
 def run(options, backend, draw):
     """Load, estimate, measure or resume, report; `draw` makes the figure of --plot from the summary."""
-    say = (lambda *_: None) if options.quiet else (lambda *text: print(*text, flush=True))
+    rank, size = ranks()
+    quiet = options.quiet or rank > 0
+    say = (lambda *_: None) if quiet else (lambda *text: print(*text, flush=True))
     for name in ("limit", "prompt_tokens"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
@@ -95,17 +105,19 @@ def run(options, backend, draw):
                 )
         provenance["prompts"] = sha([row for row in source if row["kind"] != "anchor"])
     out = options.out or default_out(options, provenance)
-    with RecordFile(out, provenance) as records:
+    with SharedRecords(out, provenance, rank, size) as records:
         for note in records.notes:
             say(f"note: {note}")
         done = sum(row["kind"] == "anchor" for row in records.rows)
-        say(f"records: {out} ({done} anchors done)")
-        if not done and prompts:
-            say(estimate(target, prompts, design, provenance["dtype"]))
+        say(f"records: {out} ({done} anchors done{f', {size} processes' if size > 1 else ''})")
+        if not done and prompts and not quiet:
+            say(estimate(target, prompts, design, provenance["dtype"], size))
         protocol.measure(
             backend, target, prompts, design, records,
-            special_ids=special_ids, drafters=drafters, source=source, quiet=options.quiet,
+            special_ids=special_ids, drafters=drafters, source=source, quiet=quiet,
         )  # fmt: skip
+    if rank:
+        return
     summary = report.summarise(*read(out))
     say(report.table(summary))
     try:
@@ -278,8 +290,8 @@ def encode(options, design, config, text, say):
     return prompts
 
 
-def estimate(target, prompts, design, dtype):
-    """Upper bounds on memory and time, from the sizes and from one timed prefill and tree step."""
+def estimate(target, prompts, design, dtype, processes=1):
+    """Upper bounds on memory (of each process) and time, from the sizes and from one timed prefill and tree step."""
     rows, item_size = min(64, design.paths), ITEM_SIZE[dtype]
     started = time.perf_counter()
     session = target.open(np.array(max((p.tokens for p in prompts), key=len)))
@@ -290,17 +302,18 @@ def estimate(target, prompts, design, dtype):
         session.grow(np.full(n, -1), np.zeros(n, dtype=np.int64))
         step.append(time.perf_counter() - started)
     anchors = design.anchors * len({p.domain for p in prompts})
-    answers = -(-len(prompts) // protocol.ANSWERS_AT_ONCE) * design.answer_tokens * step[0]
-    walks = anchors * (prefill + (design.gamma - 1) * step[1] * design.paths / rows)
+    answers = -(-len(prompts) // (processes * protocol.ANSWERS_AT_ONCE)) * design.answer_tokens * step[0]
+    walks = -(-anchors // processes) * (prefill + (design.gamma - 1) * step[1] * design.paths / rows)
     gigabytes = 4 * design.paths * target.vocab_size * max(4, item_size) / 1e9  # rows and their sorted copies
     if hasattr(target, "config"):
         length = max(len(p.tokens) for p in prompts) + design.answer_tokens
         gigabytes += target.config.parameter_count() * item_size / 1e9
         gigabytes += target.config.kv_bytes_per_token(item_size) * length * protocol.ANSWERS_AT_ONCE / 1e9
+    each = " a process" if processes > 1 else ""
     return (
         f"estimate: {len(prompts)} answers, {anchors} anchors x {design.paths} paths x {design.gamma} slots; "
-        f"at most {gigabytes:.1f} GB and {(answers + walks) / 60:.0f} min (if no answer stops early and no two paths "
-        "agree), plus the floors"
+        f"at most {gigabytes:.1f} GB{each} and {(answers + walks) / 60:.0f} min (if no answer stops early and no two "
+        "paths agree), plus the floors"
     )
 
 

@@ -6,8 +6,10 @@
     3. At each anchor M continuations are walked, and everything is read from that one walk (`anchor.py`).
 
 Each answer and each anchor is a row of the record file as soon as it is done.  All randomness comes from the
-seed and the prompt's id, so a resumed run writes what an uninterrupted one would have written, and both
-backends, handed over as a module, follow the same paths.  Tests: `tests/test_protocol.py`.
+seed and the prompt's id, so a resumed run writes what an uninterrupted one would have written, whichever process
+works on it (`shared_records.py`), and both backends, handed over as a module, follow the same paths.
+
+Tests: `tests/test_protocol.py`, `tests/test_parallel_measuring.py`.
 """
 
 import hashlib
@@ -20,7 +22,7 @@ from tqdm import tqdm
 from reference.anchor import ALSO, ORDERS, measure_anchor
 from reference.draft_meter import check_drafters
 from reference.laws import SamplingLaw
-from reference.records import RecordError
+from reference.records import RecordError, key_of
 from reference.stats import Anchor, eligible, sample_anchors, stratum
 
 ANSWERS_AT_ONCE = 16
@@ -71,7 +73,7 @@ def measure(backend, target, prompts, design, records, *, special_ids=(), drafte
     """Run or resume the protocol, appending to `records` until every sampled anchor has its row.
 
     Args: backend, the `reference` or `fast` package; target, as for `paths.walk`; prompts, list of
-        `EncodedPrompt`; design; records, an open `RecordFile`; special_ids, ids that disqualify a block;
+        `EncodedPrompt`; design; records, open `SharedRecords`; special_ids, ids that disqualify a block;
         drafters, {name: drafter}; source, rows of another record file whose answers and anchors are measured
         again - under another law, with more paths, another block length or other drafters - instead of `prompts`.
     """
@@ -80,9 +82,9 @@ def measure(backend, target, prompts, design, records, *, special_ids=(), drafte
         check_prompts(prompts)
         answers = write_answers(backend, target, prompts, design, records, quiet)
         anchors = plan(prompts, answers, design, special_ids)
-        wanted = describe(prompts, answers, anchors, design, special_ids)
+        planned = describe(prompts, answers, anchors, design, special_ids)
     else:
-        answers, anchors, wanted = adopt(source, design, records)
+        answers, anchors, planned = adopt(source, design, records)
     if not anchors:
         longest = max(len(answer["tokens"]) for answer in answers.values())
         raise ValueError(
@@ -91,15 +93,18 @@ def measure(backend, target, prompts, design, records, *, special_ids=(), drafte
         )
     done = {(row["prompt"], row["position"]) for row in records.rows if row["kind"] == "anchor"}
     plans = [row for row in records.rows if row["kind"] == "plan"]
-    if plans not in ([], [wanted]) or not done <= {(anchor.prompt, anchor.position) for anchor in anchors}:
+    if plans not in ([], [planned]) or not done <= {(anchor.prompt, anchor.position) for anchor in anchors}:
         raise RecordError(
             f"the rows of {records.path} do not follow from its answers; it was edited, use another --out"
         )
-    if not plans:
-        records.append(wanted)
-    bar = tqdm(anchors, desc="anchors", unit="anchor", disable=quiet)
-    for anchor in bar:
-        if (anchor.prompt, anchor.position) not in done:
+    for _, missing in records.deal([[key_of(planned)]]):
+        if missing:
+            records.append(planned)
+    wanted = {about("anchor", anchor.prompt, anchor.position): anchor for anchor in anchors}
+    pieces = [[key] for key in wanted]
+    bar = tqdm(records.deal(pieces), total=len(records.share(pieces)), desc="anchors", unit="anchor", disable=quiet)
+    for _, missing in bar:
+        for anchor in map(wanted.get, missing):
             answer, t = answers[anchor.prompt], anchor.position
             prefix = (*answer["prompt_tokens"], *answer["tokens"][:t])
             measured = measure_anchor(
@@ -132,9 +137,10 @@ def adopt(source, design, records):
                 f"information and suffix read {design.gamma} realised tokens, some anchor has {left} left; "
                 "lower --gamma or do without them"
             )
-    for prompt, row in answers.items():
-        if prompt not in here:
-            records.append(row)
+    rows = {key_of(row): row for row in answers.values()}
+    for _, missing in records.deal([list(rows)]):
+        for key in missing:
+            records.append(rows[key])
     return answers, anchors, plans[0]
 
 
@@ -159,22 +165,29 @@ def write_answers(backend, target, prompts, design, records, quiet=False):
             raise RecordError(
                 f"prompt {prompt.id} now encodes to other tokens than in {records.path}; use another --out"
             )
-    bar = tqdm(total=len(prompts), desc="answers", unit="answer", disable=quiet)
-    for start in range(0, len(prompts), ANSWERS_AT_ONCE):
-        batch = prompts[start : start + ANSWERS_AT_ONCE]
-        if any(prompt.id not in found for prompt in batch):
+    wanted = {about("answer", prompt.id): prompt for prompt in prompts}
+    pieces = [list(wanted)[i : i + ANSWERS_AT_ONCE] for i in range(0, len(wanted), ANSWERS_AT_ONCE)]
+    bar = tqdm(total=sum(map(len, records.share(pieces))), desc="answers", unit="answer", disable=quiet)
+    for piece, missing in records.deal(pieces):
+        if missing:
+            batch = [wanted[key] for key in piece]
             uniforms = np.stack([random(design.seed, "answer", p.id, size=design.answer_tokens) for p in batch])
             written = backend.write_answers(target, [p.tokens for p in batch], uniforms, design.law)
-            for prompt, answer in zip(batch, written, strict=True):
-                if prompt.id not in found:
-                    found[prompt.id] = {
+            for key, answer in zip(piece, written, strict=True):
+                if key in missing:
+                    prompt = wanted[key]
+                    records.append({
                         "kind": "answer", "prompt": prompt.id, "domain": prompt.domain, "stopped": answer.stopped,
                         "prompt_tokens": list(prompt.tokens), "tokens": list(answer.tokens),
-                    }  # fmt: skip
-                    records.append(found[prompt.id])
-        bar.update(len(batch))
+                    })  # fmt: skip
+        bar.update(len(piece))
     bar.close()
-    return found
+    return {row["prompt"]: row for row in records.rows if row["kind"] == "answer"}
+
+
+def about(kind, prompt, position=None):
+    """The key of the row of an answer or an anchor."""
+    return key_of({"kind": kind, "prompt": prompt, "position": position})
 
 
 def candidates(prompts, answers, design, special_ids):

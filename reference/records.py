@@ -12,10 +12,16 @@ import os
 from pathlib import Path
 
 HEAD = b'{"kind":"provenance",'  # how every record file begins
+IDENTITY = ("kind", "drafter", "temperature", "concurrency", "prompt", "position")
 
 
 class RecordError(ValueError):
     """A record file that cannot be used as asked; the message says why and what to do."""
+
+
+def key_of(row):
+    """What a row is about, as a hashable value: no two rows of a file are about the same."""
+    return tuple(row.get(name) for name in IDENTITY)
 
 
 class RecordFile:
@@ -42,7 +48,7 @@ class RecordFile:
             if lines:
                 found, self.rows = parse(lines, self.path)
             if self.rows:
-                _check_same(found, json.loads(_line({"kind": "provenance", **provenance})), self.path)
+                check_same(found, provenance, self.path)
             else:  # new, or refused before anything was measured
                 self._file.truncate(0)
                 self._write({"kind": "provenance", **provenance})
@@ -67,7 +73,7 @@ class RecordFile:
 
     def _write(self, row):
         try:
-            self._file.write(_line(row))
+            self._file.write(line(row))
             self._file.flush()
             os.fsync(self._file.fileno())
         except OSError as error:
@@ -99,12 +105,15 @@ def read(path):
     return parse(whole + newline, path)
 
 
-def parse(data, path):
-    """Whole lines of a record file: (provenance, rows); RecordError with the line number for a broken one."""
+def parse(data, path, first=1):
+    """Whole lines of a record file: (provenance, rows); RecordError with the line number for a broken one.
+
+    `first` is the number of the first line; without line 1 the provenance is None.
+    """
     rows = []
-    for number, line in enumerate(data.splitlines(), start=1):
+    for number, text in enumerate(data.splitlines(), start=first):
         try:
-            row = json.loads(line, parse_constant=_no_constant)
+            row = json.loads(text, parse_constant=_no_constant)
         except ValueError as error:
             raise RecordError(
                 f"{path}, line {number}: broken record ({error}); restore the file or start a new one"
@@ -112,10 +121,11 @@ def parse(data, path):
         if not isinstance(row, dict) or (row.get("kind") == "provenance") != (number == 1):
             raise RecordError(f"{path}, line {number}: not a record file (provenance first, then one object a line)")
         rows.append(row)
-    return rows[0], rows[1:]
+    return (rows[0], rows[1:]) if first == 1 else (None, rows)
 
 
-def _line(row):
+def line(row):
+    """A row as it stands in a file, a line of UTF-8 bytes; RecordError for what strict JSON cannot hold."""
     try:
         return json.dumps(row, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
     except UnicodeEncodeError:
@@ -128,7 +138,9 @@ def _no_constant(name):
     raise ValueError(f"{name} is not strict JSON")
 
 
-def _check_same(found, wanted, path):
+def check_same(found, provenance, path):
+    """RecordError, naming the fields, unless the provenance found in a file is the one that a run has now."""
+    wanted = json.loads(line({"kind": "provenance", **provenance}))
     found, wanted = dict(_fields(found)), dict(_fields(wanted))
     changed = [
         f"{name} ({found.get(name)!r}, now {wanted.get(name)!r})"

@@ -6,6 +6,11 @@ A row is one request, in one cell: a drafter ("plain" for decoding without one),
 side, a task.  The requests of a cell run as one batch that is refilled as they end.  A row carries the seconds since
 the one before it, so those of a cell add up to its wall clock however often the run was stopped.
 
+Several processes may serve the requests of a cell, each with an engine of its own that holds so many side by side.
+A row's seconds are those of its own engine, so a cell adds up to seconds of engines, and tokens/s, latency and speed-up
+stay those of one engine (at the end of a cell with fewer neighbours: more engines want more prompts).  How many ran at
+once is in the row and in the report's heading, for on shared hardware they slow one another down.
+
 **Accepted length.**  A round commits N tokens, the bonus token counted; a text's first token is of no round.
 
     tau = tokens committed by rounds / rounds of verification = sum_(t >= 1) Pr(N >= t)
@@ -26,7 +31,7 @@ from pathlib import Path
 
 import numpy as np
 
-from reference.records import RecordError, read
+from reference.records import RecordError, key_of, read
 from reference.report import check_plot
 from reference.sample import Table, cell
 from reference.stats import prompt_bootstrap
@@ -39,7 +44,7 @@ DEFINITIONS = {
     "tokens / rounds": "tokens of the texts, the first one too, / verify rounds",
     "macro": "mean of the tasks' values, every task alike",
     "N": "tokens that a round commits, bonus token counted",
-    "tokens/s": "tokens of the finished texts / wall clock, prompts included",
+    "tokens/s": "tokens of the finished texts / wall clock, prompts included; of one engine where several run",
     "ms/token": "milliseconds between two tokens as a request sees them: its seconds in the batch / its tokens",
     "latency": "seconds from joining the batch to the last token",
     "speed-up": "tokens/s over that of plain decoding in the same engine at as many requests side by side",
@@ -47,11 +52,11 @@ DEFINITIONS = {
 }
 
 
-def request_row(drafter, temperature, concurrency, prompt, completion, wall, parts, text):
+def request_row(drafter, temperature, concurrency, prompt, completion, wall, parts, text, *, engines=1):
     """One finished request as a row of the record file.
 
     Args: prompt, `EncodedPrompt`; completion, `Completion`; wall, seconds since the row before; parts, {part: seconds}
-        of the engine in that time; text, a digest of the tokens.
+        of the engine in that time; text, a digest of the tokens; engines, how many ran at once.
     """
     rounds = Counter((r.drafted, r.accepted, r.committed) for r in completion.rounds)
     return {
@@ -59,17 +64,12 @@ def request_row(drafter, temperature, concurrency, prompt, completion, wall, par
         "domain": prompt.domain, "prompt": prompt.id, "prompt_tokens": len(prompt.tokens),
         "tokens": len(completion.tokens), "text": text, "finish": completion.finish,
         "rounds": [[*kind, times] for kind, times in sorted(rounds.items())],
-        "latency": completion.seconds, "wall": wall, "parts": dict(parts),
+        "latency": completion.seconds, "wall": wall, "parts": dict(parts), "engines": engines,
     }  # fmt: skip
 
 
-def key_of(row):
-    """What a request is one of: (drafter, temperature, concurrency, prompt)."""
-    return row["drafter"], row["temperature"], row["concurrency"], row["prompt"]
-
-
 def summarise(provenance, rows, *, replicates=10_000):
-    """Every number of the report as one JSON-able dict: {"provenance", "definitions", "requests", "tables"}.
+    """Every number of the report as one JSON-able dict: {"provenance", "definitions", "requests", "engines", "tables"}.
 
     Args: provenance and rows, as `records.read` returns them.
     Raises: RecordError if there is no request, one stands there twice, or the rows are not those of one run.
@@ -98,6 +98,7 @@ def summarise(provenance, rows, *, replicates=10_000):
         "provenance": {k: v for k, v in provenance.items() if k != "kind"},
         "definitions": DEFINITIONS,
         "requests": len(rows),
+        "engines": sorted({row.get("engines", 1) for row in rows}),
         "tables": {name: asdict(found) for name, found in tables.items()},
     }
 
@@ -258,7 +259,8 @@ def table(summary):
     """The summary as text for people."""
     p = summary["provenance"]
     where = f"{p.get('device', '')} {p.get('hardware', '')}, commit {p.get('commit') or 'unknown'}"
-    heading = f"Serving {conditions(summary)}\n{where}; {summary['requests']} requests"
+    engines = " or ".join(map(str, summary["engines"]))
+    heading = f"Serving {conditions(summary)}\n{where}; {summary['requests']} requests, engines at once: {engines}"
     return "\n\n".join([heading, *(Table(**found).render() for found in summary["tables"].values())])
 
 

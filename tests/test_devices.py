@@ -28,6 +28,26 @@ def test_fast_takes_cuda_where_there_is_one(monkeypatch):
     assert fast.placement("cpu") == ("cpu", "float32")
 
 
+def test_every_process_of_a_machine_has_a_gpu_of_its_own(monkeypatch):
+    torch = pytest.importorskip("torch")
+    import fast
+
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    fast.placement()
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert fast.placement("cuda:0") == ("cuda:0", "bfloat16")
+    assert fast.placement("cpu") == ("cpu", "float32")
+    assert not chosen
+    assert fast.placement() == fast.placement("cuda") == ("cuda", "bfloat16")
+    assert chosen == [1, 1]
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ValueError, match="process 2 of this machine has no GPU of its own, there are 2"):
+        fast.placement()
+
+
 @pytest.mark.parametrize(
     ("device", "dtype", "complaint"),
     [("gpu", "auto", "device must be cpu, cuda or cuda:N"), ("cpu", "float16", "dtype must be float32, bfloat16 or")],

@@ -12,7 +12,8 @@ from examples import floor_qwen3_4b, gap_qwen3_4b
 from models.config import ConfigError, DecoderConfig
 from reference import program
 from reference.protocol import Design, EncodedPrompt, measure
-from reference.records import RecordFile, read
+from reference.records import read
+from reference.shared_records import SharedRecords
 from tests.agreement import TOLERANCES, assert_agree
 from tests.dialects import CASES, on_bf16_grid, save, write_drafter
 
@@ -218,7 +219,7 @@ def measure_all(backend, models, records, also=()):
     gamma = min(drafter.gamma for drafter in drafters.values())
     design = Design(anchors=1, paths=12, gamma=gamma, answer_tokens=12, also=tuple(also))
     prompts = [EncodedPrompt(f"{d}:0", d, tuple(range(i, i + 8))) for i, d in enumerate(("sums", "talk"))]
-    with RecordFile(records, {"design": design.provenance()}) as file:
+    with SharedRecords(records, {"design": design.provenance()}) as file:
         measure(backend, target, prompts, design, file, drafters=drafters, quiet=True)
     return read(records)[1]
 

@@ -18,7 +18,8 @@ from reference import protocol, report
 from reference.anchor import measure_anchor
 from reference.laws import SamplingLaw
 from reference.protocol import Design, EncodedPrompt, measure
-from reference.records import RecordError, RecordFile, read
+from reference.records import RecordError, read
+from reference.shared_records import SharedRecords
 from reference.stats import eligible, stratum
 from tests.agreement import assert_agree
 
@@ -55,7 +56,7 @@ def small_batches(monkeypatch):
 
 def run(path, target, *, backend=reference, prompts=PROMPTS, design=DESIGN, special_ids=(SPECIAL,), **options):
     """Run or resume a measurement; returns the rows of the file."""
-    with RecordFile(path, {"design": design.provenance()}) as records:
+    with SharedRecords(path, {"design": design.provenance()}) as records:
         measure(backend, target, prompts, design, records, special_ids=special_ids, quiet=True, **options)
     return read(path)[1]
 
@@ -586,7 +587,7 @@ def test_a_source_that_does_not_fit_is_refused_and_nothing_is_written(tmp_path, 
         "other answers": "holds answers of another source; use another --out",
         "too short": r"read 9 realised tokens, some anchor has \d left; lower --gamma or do without them",
     }.get(fault, "was not written by one run")
-    with RecordFile(path, {"design": design.provenance()}) as records:
+    with SharedRecords(path, {"design": design.provenance()}) as records:
         before = list(records.rows)
         with pytest.raises(ValueError, match=message):
             measure(reference, toy, None, design, records, source=source, quiet=True)
