@@ -12,6 +12,7 @@ import json
 import math
 import os
 import sys
+import textwrap
 import time
 from collections import Counter
 from contextlib import nullcontext
@@ -204,19 +205,20 @@ def write_drafter(folder, raw, drafter, tables=True):
 
 def write_card(folder, report):
     """README.md of the drafter's folder: what it was trained from, on and with."""
-    settings, versions = report["settings"], ", ".join(f"{k} {v}" for k, v in report["versions"].items())
-    start = f", from {report['drafter']} ({report['drafter_revision']})" if "drafter" in report else ""
-    text = f"""# {folder.name}
-
-A {report["family"]} drafter for {report["target"]} ({report["revision"]}): {report["parameters"]:,} parameters of its
-own; the target's embedding and head are borrowed.
-
-Objective `{report["objective"]}`{start}. {report["answers"]:,} answers that the target wrote at temperature 1, up to
-{settings["anchors"]} anchors in each; {report["steps"]:,} steps of {settings["sequences"]} answers. AdamW, learning
-rate {settings["learning_rate"]:g} after a warm-up over {settings["warm_up"]:.0%} of the steps, cosine to 0, gradients
-clipped to norm {settings["clip"]:g}, seed {settings["seed"]}. Products in {report["dtype"]}, weights in float32, stored
-in bfloat16. {report["hardware"]}, {report["processes"]} process(es); {versions}; commit {report["commit"]}.
-"""
+    r, s, versions = report, report["settings"], ", ".join(f"{k} {v}" for k, v in report["versions"].items())
+    start = f", from {r['drafter']} ({r['drafter_revision']})" if "drafter" in r else ""
+    paragraphs = (
+        f"# {folder.name}",
+        f"A {r['family']} drafter for {r['target']} ({r['revision']}): {r['parameters']:,} parameters "
+        "of its own; the target's embedding and head are borrowed.",
+        f"Objective `{r['objective']}`{start}. {r['answers']:,} answers that the target wrote at temperature 1, "
+        f"up to {s['anchors']} anchors in each; {r['steps']:,} steps of {s['sequences']} answers. "
+        f"AdamW, learning rate {s['learning_rate']:g} after a warm-up over {s['warm_up']:.0%} of the steps, "
+        f"cosine to 0, gradients clipped to norm {s['clip']:g}, seed {s['seed']}. Products in "
+        f"{r['dtype']}, weights in float32, stored in bfloat16. {r['hardware']}, {r['processes']} "
+        f"process(es), {r['seconds'] / 60:.0f} minutes; {versions}; commit {r['commit']}.",
+    )
+    text = "\n\n".join(textwrap.fill(paragraph, 120) for paragraph in paragraphs) + "\n"
     training.write_atomically(folder / "README.md", lambda path: path.write_text(text, encoding="utf-8"))
 
 

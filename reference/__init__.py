@@ -33,6 +33,7 @@ and the measurement:
     records.py         the file behind every number
     shared_records.py  the same file, written by several processes
     sample.py, tables.py, drafter_tables.py, report.py   the paper's tables, from it   Tables 3-8, 12, App. C-F
+    training_report.py   how trainings went, from their logs
     program.py         flags, loading and provenance of the examples
 
 `fast` holds the same names in PyTorch.  Importing `reference` never imports torch.

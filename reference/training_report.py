@@ -1,0 +1,106 @@
+"""How trainings went: the expected accepted length on answers they kept out, against the tokens they had read.
+
+    python -m reference.training_report RUN.steps.jsonl ... [--plot CURVES.png]
+
+The files are the logs of trainings with --held-out.  Files whose names differ only in a last number, of seeds say, are
+one run, of which the mean and the range are given.  The length is tokens per round at temperature 1, the bonus token
+counted, of blocks that the drafter drafts behind fixed anchors (`fast.posttraining.expected_length`).
+
+Tests: `tests/test_training_report.py`.
+"""
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from reference.records import RecordError
+from reference.report import check_plot
+from reference.sample import Table
+
+
+def read_log(path):
+    """(steps, tokens read by then, expected lengths) at every save of a training, int, int and float64 [n]."""
+    try:
+        rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
+        tokens = np.cumsum([row["tokens"] for row in rows])
+        saves = [
+            (row["step"], read, row["held_out"]) for row, read in zip(rows, tokens, strict=True) if "held_out" in row
+        ]
+    except OSError as error:
+        raise RecordError(f"{path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise RecordError(f"{path} is not the log of a training; give files OUT.steps.jsonl") from None
+    if not saves:
+        raise RecordError(f"{path} has no held-out length; train with --held-out")
+    steps, tokens, lengths = map(np.array, zip(*saves, strict=True))
+    return steps, tokens, lengths
+
+
+def runs_of(paths):
+    """{run: (steps, mean tokens [n], lengths [seeds, n])}; RecordError where seeds of a run saved at other steps."""
+    found: dict = {}
+    for path in paths:
+        stem = Path(path).name.removesuffix(".jsonl").removesuffix(".steps")
+        found.setdefault(re.sub(r"[-_]?\d+$", "", stem) or stem, []).append(read_log(path))
+    for name, logs in found.items():
+        if len({tuple(steps) for steps, *_ in logs}) > 1:
+            raise RecordError(f"the logs of {name} saved at different steps; let them all finish")
+    return {
+        name: (logs[0][0], np.mean([log[1] for log in logs], axis=0), np.array([log[2] for log in logs]))
+        for name, logs in found.items()
+    }
+
+
+def table(runs):
+    """First, last and best expected length of every run, and its gain with the range over seeds."""
+    rows = []
+    for name, (steps, tokens, lengths) in runs.items():
+        mean, gain = lengths.mean(axis=0), lengths[:, -1] - lengths[:, 0]
+        best = int(mean.argmax())
+        rows.append([
+            name, len(lengths), int(steps[-1]), int(tokens[-1]), mean[0], mean[-1], float(gain.mean()),
+            [float(gain.min()), float(gain.max())], mean[best], int(steps[best]),
+        ])  # fmt: skip
+    columns = ["run", "seeds", "steps", "tokens", "first", "last", "gain", "smallest, largest", "best", "at step"]
+    return Table("expected accepted length on held-out answers, bonus token counted", columns, rows)
+
+
+def plot(runs, path):
+    """Expected accepted length against tokens read, a line for each run, its range over seeds shaded."""
+    plt = check_plot(path)
+    figure, panel = plt.subplots(figsize=(6, 3.8), layout="constrained")
+    for name, (_, tokens, lengths) in runs.items():
+        (line,) = panel.plot(tokens / 1e3, lengths.mean(axis=0), marker="o", ms=3, label=name)
+        panel.fill_between(
+            tokens / 1e3, lengths.min(axis=0), lengths.max(axis=0), color=line.get_color(), alpha=0.15, lw=0
+        )
+    panel.set(xlabel="thousand tokens read", ylabel="expected accepted length, bonus counted")
+    panel.legend(fontsize=8, frameon=False)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main(arguments=None):
+    """Print the table, draw the figure, or say in one line what is wrong."""
+    title, _, about = __doc__.partition("\n\n")
+    parser = argparse.ArgumentParser(description=title, epilog=about, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("logs", nargs="+", type=Path, metavar="RUN.steps.jsonl")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="write the curves to this image file (needs matplotlib)"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        runs = runs_of(options.logs)
+        print(table(runs).render())
+        if options.plot:
+            plot(runs, options.plot)
+    except RecordError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Curves of trainings, from their logs: by hand, over seeds, and files that are none."""
+
+import json
+
+import numpy as np
+import pytest
+
+from reference import training_report
+from tests.agreement import assert_agree
+
+
+@pytest.fixture
+def log(tmp_path):
+    def write(name, rows):
+        path = tmp_path / f"{name}.steps.jsonl"
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        return path
+
+    return write
+
+
+def steps(*lengths, tokens=10, every=2):
+    """A log that reads `tokens` a step and saves every second one."""
+    rows = [{"step": 0, "tokens": 0, "held_out": lengths[0]}]
+    for length in lengths[1:]:
+        first = rows[-1]["step"]
+        rows += [{"step": first + i, "tokens": tokens, "tau": 9.0} for i in range(1, every)]
+        rows += [{"step": first + every, "tokens": tokens, "held_out": length}]
+    return rows
+
+
+def test_curves_by_hand(log, capsys):
+    paths = [log("dreal-1", steps(2.0, 2.5, 2.25)), log("dreal-2", steps(2.0, 2.25, 2.75, tokens=20))]
+    runs = training_report.runs_of([*paths, log("more", steps(2.0, 1.5))])
+    saved, tokens, lengths = runs["dreal"]
+    assert_agree(saved, np.array([0, 2, 4]), "exact")
+    assert_agree(tokens, np.array([0.0, 30.0, 60.0]), "exact")
+    assert_agree(lengths, np.array([[2.0, 2.5, 2.25], [2.0, 2.25, 2.75]]), "exact")
+    first, second = training_report.table(runs).rows
+    assert first == ["dreal", 2, 4, 60, 2.0, 2.5, 0.5, [0.25, 0.75], 2.5, 4]
+    assert second == ["more", 1, 2, 20, 2.0, 1.5, -0.5, [-0.5, -0.5], 2.0, 0]
+    training_report.main([str(path) for path in paths])
+    assert "dreal" in capsys.readouterr().out
+
+
+def test_the_figure(log, tmp_path):
+    pytest.importorskip("matplotlib")
+    training_report.main([str(log("dreal-1", steps(2.0, 2.5))), "--plot", str(tmp_path / "a.png")])
+    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("rows", "complaint"),
+    [
+        ([{"step": 1, "tokens": 3}], "no held-out length; train with --held-out"),
+        ([{"kind": "provenance"}], "not the log of a training"),
+        ([3], "not the log of a training"),
+        ([], "no held-out length"),
+    ],
+)
+def test_files_that_are_none_are_refused(log, rows, complaint):
+    with pytest.raises(SystemExit, match=complaint):
+        training_report.main([str(log("a", rows))])
+
+
+def test_a_missing_file_and_seeds_that_do_not_match(log, tmp_path):
+    with pytest.raises(SystemExit, match="No such file"):
+        training_report.main([str(tmp_path / "none")])
+    with pytest.raises(SystemExit, match="different steps"):
+        training_report.main([str(log("a-1", steps(2.0, 2.5))), str(log("a-2", steps(2.0)))])
