@@ -10,7 +10,7 @@ Nothing is stored: `build` reads the standard library of the Python that runs it
 was made from one file is held out or trained on together.  As a program it writes questions as prompts files, one a
 domain, for drafters to be trained on (or, held out, measured on):
 
-    python -m models.corpus FOLDER --per-domain 1000 [--held-out]
+    python -m models.corpus FOLDER --per-domain 1000 [--skip N] [--held-out]
 
 Test: `tests/test_train_tiny_target.py`.
 """
@@ -85,14 +85,18 @@ def build(seed: int = 0, limit: int | None = None) -> list[Document]:
     return list({(d.question, d.answer): d for d in reversed(documents)}.values())[::-1]
 
 
-def write_prompts(folder: Path, per_domain: int, held_out: bool = False, seed: int = 0) -> list[Path]:
-    """Write folder/DOMAIN.jsonl for every domain: up to `per_domain` different questions in a seeded order."""
+def write_prompts(folder: Path, per_domain: int, skip: int = 0, held_out: bool = False, seed: int = 0) -> list[Path]:
+    """Write folder/DOMAIN.jsonl for every domain: up to `per_domain` different questions in a seeded order.
+
+    The first `skip` of that order are left out.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     documents, paths = [d for d in build(seed) if d.held_out == held_out], []
     for domain in DOMAINS:
         questions = list(dict.fromkeys(d.question for d in documents if d.domain == domain))
         random.Random(f"{seed} prompts {domain}").shuffle(questions)
-        rows = [json.dumps({"id": i, "prompt": question}) for i, question in enumerate(questions[:per_domain])]
+        chosen = list(enumerate(questions))[skip : skip + per_domain]
+        rows = [json.dumps({"id": i, "prompt": question}) for i, question in chosen]
         paths.append(folder / f"{domain}.jsonl")
         paths[-1].write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
     return paths
@@ -314,6 +318,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Write questions of the tiny target's corpus as prompts files.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--per-domain", type=int, default=1000, metavar="N")
+    parser.add_argument("--skip", type=int, default=0, metavar="N", help="leave out the first N of a domain")
     parser.add_argument("--held-out", action="store_true", help="of sources that no tiny network was trained on")
     options = parser.parse_args()
-    print(*write_prompts(options.folder, options.per_domain, options.held_out), sep="\n")
+    print(*write_prompts(options.folder, options.per_domain, options.skip, options.held_out), sep="\n")

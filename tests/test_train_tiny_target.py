@@ -165,9 +165,11 @@ def test_last_line_is_json(trained, capsys):
 
 
 def test_questions_become_prompts_files_and_held_out_ones_stay_apart(tmp_path):
-    written = {held: corpus.write_prompts(tmp_path / str(held), 20, held) for held in (False, True)}
+    written = {held: corpus.write_prompts(tmp_path / str(held), 20, held_out=held) for held in (False, True)}
     for paths in written.values():
         assert [path.stem for path in paths] == list(corpus.DOMAINS)
         assert Counter(prompt.domain for prompt in read_prompts(paths)) == dict.fromkeys(corpus.DOMAINS, 20)
     asked = [{prompt.text for prompt in read_prompts(paths)} for paths in written.values()]
     assert not asked[0] & asked[1]
+    both = [p.text for p in read_prompts(corpus.write_prompts(tmp_path / "more", 5, skip=15))]
+    assert len(both) == 20 and set(both) < asked[0]
