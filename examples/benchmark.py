@@ -1,39 +1,49 @@
-"""How much faster are the walk and the barycentre than what one would write without this project?
+"""How fast are the walk, the floors and the engine, beside what one would write without this project?
 
-    python examples/benchmark.py --target ID_OR_FOLDER
+    python examples/benchmark.py --target ID_OR_FOLDER                       # all rows
+    python examples/benchmark.py --target ID_OR_FOLDER --only engine --threads 1
+    python examples/benchmark.py --device cuda --random-weights qwen3-4b     # no download; `tiny` is a trial on a CPU
 
 Every ratio is taken in turn in this process, on this machine, and only after both sides were checked to agree.
-A walk reads the full-vocabulary float32 probabilities at all gamma = 7 slots of M = 256 paths, and its ratio
-depends on how many of their prefixes are distinct, so each prefix's ratio is given beside its mean number of
-distinct rows.  Its peers are `transformers` with the prefix prefilled once and its cache repeated M times, and
-`generate` with `num_return_sequences=M`.  The barycentre's peer sorts every column of all M rows.
 
-Needs the `test` extra (transformers).  Takes about 15 minutes on two cores; nothing else should run meanwhile.
-The last line is one JSON document.
+    walk      reads the full-vocabulary probabilities at all gamma = 7 slots of M = 256 paths.  Its ratio depends on how
+              many of their prefixes are distinct, so each prefix's ratio is given beside its mean number of distinct
+              rows.  Its peers are `transformers` with the prefix prefilled once and its cache repeated M times, and
+              `generate` with `num_return_sequences=M`
+    floors    the barycentre, against sorting every column of all M rows; the peak memory of one anchor
+              (`benchmark_floors.py`); what a random drafter adds to an anchor
+    engine    plain decoding against `generate`, and the share of a round outside the models (`benchmark_engine.py`)
+
+`--random-weights` gives times of an anchor by phase, and decoding against the memory's bandwidth
+(`benchmark_random.py`).  Needs the `test` extra (transformers).  Takes about 20 minutes on two cores; nothing else
+should run meanwhile.  The last line is one JSON document.
 """
 
 import argparse
 import json
 import statistics
-import subprocess
 import sys
-import time
 import warnings
 from pathlib import Path
 
 import numpy as np
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # for the rows that are kept in files of their own
+
+from benchmark_engine import GAMMA, overhead_row, plain_rows, random_drafter, seconds
+from benchmark_floors import barycentre_row, memory_row
+from benchmark_random import SHAPES, random_rows
+
 import fast
-from models import toy
 from models.checkpoint import locate
-from models.drafter_config import DrafterConfig
 from models.text import Text
+from reference import program
 from reference.anchor import measure_anchor
 from reference.laws import SamplingLaw
 from reference.protocol import Design
 
-M, GAMMA, VOCABULARY, DISTINCT = 256, 7, 151_936, 64
+M = 256
 PROMPTS = (  # one of each kind; the prefix is the chat prompt and the model's own greedy answer, cut to length
     "Tom has 17 apples and buys 25 more. How many apples does he have? Explain step by step.",
     "Write a Python function that returns the factorial of n, with a docstring and tests.",
@@ -42,31 +52,63 @@ PROMPTS = (  # one of each kind; the prefix is the chat prompt and the model's o
 )
 
 
-def main():
-    """Measure every row, print each when it is done, then all as JSON."""
+def main(arguments=None):
+    """Measure every row, print each when it is done, then all as JSON; or say in one line what is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", required=True, metavar="ID_OR_FOLDER")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--target", metavar="ID_OR_FOLDER")
+    which.add_argument("--random-weights", choices=SHAPES, help="of this shape, made on the device")
+    parser.add_argument("--only", choices=("walk", "floors", "engine"), help="of the rows of a target")
+    parser.add_argument("--device", default="auto", help="of the rows of random weights: cpu, cuda or cuda:N")
+    parser.add_argument("--dtype", default="auto", help="of the rows of random weights")
+    parser.add_argument("--threads", type=int, help="of both sides (PyTorch's choice)")
+    parser.add_argument("--tokens", type=int, default=128, help="that the engine writes for each request (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    folder = locate(options.target).folder
-    rows = []
+    program.in_one_line(run, parser.parse_args(arguments))
 
-    def add(row):
+
+def run(options):
+    """Print the rows that are asked for, each as it comes, and the document."""
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    device, dtype = "cpu", "float32"
+    if options.random_weights:
+        device, dtype = fast.placement(options.device, options.dtype)
+    elif options.device not in ("auto", "cpu") or options.dtype != "auto":
+        raise ValueError("--device and --dtype go with --random-weights: a target's rows are timed on the CPU")
+    conditions = {
+        "target": options.target or f"random {options.random_weights}", "hardware": fast.hardware(device),
+        "dtype": dtype, "threads": torch.get_num_threads(), "torch": torch.__version__, "commit": program.commit(),
+        "seed": options.seed, "M": M, "gamma": GAMMA,
+    }  # fmt: skip
+    rows = []
+    for row in rows_of(options, device, dtype):
         rows.append(row)
         print("   ".join(f"{key}: {value}" for key, value in row.items()), flush=True)
+    print(json.dumps({**conditions, "rows": rows}))
 
-    add(barycentre_row(options.seed))
-    add(memory_row())
-    add(drafter_row(folder, options.seed))
-    for dtype, length, peer in (
-        ("float32", 55, repeat_cache),
-        ("float32", 511, repeat_cache),
-        ("float32", 55, generate),
-        ("bfloat16", 511, repeat_cache),
-    ):
-        add(walk_row(folder, dtype, length, peer, options.seed))
-    conditions = {"threads": torch.get_num_threads(), "torch": torch.__version__, "M": M, "gamma": GAMMA}
-    print(json.dumps({"target": options.target, "seed": options.seed, **conditions, "rows": rows}))
+
+def rows_of(options, device, dtype):
+    """The rows that are asked for."""
+    if options.random_weights:
+        yield from random_rows(options.random_weights, device, dtype, options.seed, new_tokens=options.tokens)
+        return
+    folder = locate(options.target).folder
+    if options.only in (None, "engine"):
+        yield from plain_rows(folder, options.tokens)
+        yield overhead_row(fast.Decoder.load(locate("tiny").folder, stop_ids=()), options.seed)
+    if options.only in (None, "floors"):
+        yield barycentre_row(options.seed)
+        yield memory_row()
+        yield drafter_row(folder, options.seed)
+    if options.only in (None, "walk"):
+        for dtype, length, peer in (
+            ("float32", 55, repeat_cache),
+            ("float32", 511, repeat_cache),
+            ("float32", 55, generate),
+            ("bfloat16", 511, repeat_cache),
+        ):
+            yield walk_row(folder, dtype, length, peer, options.seed)
 
 
 def drafter_row(folder, seed):
@@ -98,24 +140,6 @@ def drafter_row(folder, seed):
         "ours_s": round(statistics.mean(full), 2),
         "peer_s": round(statistics.mean(bare), 2),
     }
-
-
-def random_drafter(target, seed, layers=2, rank=256):
-    """An untrained DSpark drafter of the target's widths, block 7, five taps."""
-    c = target.config
-    config = DrafterConfig(
-        family="dspark", dialect="deepspec", architecture="qwen3", in_place=False, block_size=GAMMA,
-        taps=tuple(np.linspace(1, c.num_layers - 3, 5).round().astype(int).tolist()), mask_id=c.vocab_size - 1,
-        target_layers=c.num_layers, vocab_size=c.vocab_size, draft_vocab_size=c.vocab_size, hidden_size=c.hidden_size,
-        intermediate_size=c.intermediate_size, num_layers=layers, num_heads=c.num_heads, num_kv_heads=c.num_kv_heads,
-        head_dim=c.head_dim, rms_norm_eps=c.rms_norm_eps, rope=c.rope, rotary_dims=c.head_dim // 2,
-        causal=(False,) * layers, windows=(None,) * layers, window_rule="query",
-        markov_rank=rank, markov_type="vanilla",
-        confidence=True, confidence_with_markov=True,
-    )  # fmt: skip
-    draw = torch.Generator().manual_seed(seed)
-    tensors = {name: 0.02 * torch.randn(shape, generator=draw) for name, shape in config.tensor_shapes().items()}
-    return fast.Drafter(config, tensors, target.embedding, target.head)
 
 
 def walk_row(folder, dtype, length, peer, seed):
@@ -193,85 +217,6 @@ def check(target, model, prefix, uniforms, dtype):
         apart = fast.total_variation(slot.rows[slot.path_node[alive]], rows[torch.as_tensor(alive)]).max()
         if apart > (1e-3 if dtype == "float32" else 0.2):
             sys.exit(f"error: rows differ from transformers' by TV {apart:.2g} at slot {slot.index}; nothing was timed")
-
-
-def barycentre_row(seed):
-    """The barycentre and its risk from distinct rows, against sorting every column of all rows."""
-    torch.manual_seed(seed)
-    rows = torch.softmax(torch.randn(DISTINCT, VOCABULARY) * 2 + torch.randn(VOCABULARY) * 2, dim=-1)
-    counts = 1 + np.random.default_rng(seed).multinomial(M - DISTINCT, np.full(DISTINCT, 1 / DISTINCT))
-    repeated = rows[np.repeat(np.arange(DISTINCT), counts)]
-
-    def ours():
-        return fast.barycentre_risk(rows, fast.barycentre(rows, counts), counts)
-
-    def peer():
-        ranked = repeated.sort(dim=0).values
-        mass = ranked.sum(dim=1)
-        j = int(torch.searchsorted(mass, 1.0))
-        share = (1 - mass[j - 1]) / (mass[j] - mass[j - 1])
-        q = ranked[j - 1] + share * (ranked[j] - ranked[j - 1])
-        return float((repeated - q).abs().sum(dim=1).mean() / 2)
-
-    if abs(ours() - peer()) > 5e-6:
-        sys.exit(f"error: barycentre risks differ ({ours()} and {peer()}); nothing was timed")
-    pairs = [(seconds(ours), seconds(peer)) for _ in range(7)]
-    return {
-        "work": f"barycentre and risk, V = {VOCABULARY}, {DISTINCT} distinct rows of {M}",
-        "peer": "torch.sort of every column of all rows, mass search, scoring",
-        "ratio": round(statistics.median(b / a for a, b in pairs), 1),
-        "ours_s": round(statistics.median(a for a, _ in pairs), 3),
-        "peer_s": round(statistics.median(b for _, b in pairs), 3),
-    }
-
-
-def memory_row():
-    """Peak memory of one anchor at Qwen3's vocabulary with all paths distinct, in a process of its own."""
-    program = "from benchmark import measure_wide_anchor; measure_wide_anchor()"
-    out = subprocess.run([sys.executable, "-c", program], cwd=sys.path[0], capture_output=True, text=True, check=True)
-    return {
-        "work": f"one anchor, V = {VOCABULARY}, M = {M}, gamma = {GAMMA}, all paths distinct",
-        **json.loads(out.stdout),
-    }
-
-
-def measure_wide_anchor():
-    """Print how far one anchor's walk and floors raise the peak memory of this process."""
-
-    class Wide:  # a target whose rows cost nothing to compute
-        vocab_size, stop_ids = VOCABULARY, ()
-
-        def open(self, prefix):
-            self.root_logits = torch.zeros(VOCABULARY)
-            return self
-
-        def grow(self, parents, tokens):
-            return torch.randn(len(tokens), VOCABULARY) * 2
-
-    fast.floor(next(fast.walk(toy.two_token_chain(), [0], 1, np.full((2, 1), 0.5))))
-    before = peak_memory()
-    uniforms = np.random.default_rng(0).random((M, GAMMA))
-    measure_anchor(fast, Wide(), [0], uniforms, Design(paths=M, gamma=GAMMA))
-    print(json.dumps({"peak_gb": round(peak_memory() - before, 2)}))
-
-
-def peak_memory():
-    """Largest resident size of this process so far, in GB (Linux)."""
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
-    return int(line.split()[1]) / 1e6
-
-
-def seconds(work, *arguments, repeats=1):
-    """Median seconds of a few runs, iterators read to their end."""
-    times = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        result = work(*arguments)
-        if hasattr(result, "__next__"):
-            for _item in result:
-                pass
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from reference.paths import check_growth, check_tokens
 
 BUCKETS = (8, 16, 32, 64, 128, 256)  # row counts a tree step is padded to on CUDA
 SCORES = 2**26  # attention scores held at a time by a tree step
+FEW = 4  # rows of a product that take hardly more time than one
 SLAB = 2**20  # weights converted at a time where bfloat16 products run in float32
 
 
@@ -32,6 +33,38 @@ class Linear(nn.Linear):
         if x.dtype != torch.bfloat16 or x.is_cuda or x.shape[:-1].numel() <= 2:
             return super().forward(x)
         return linear_in_float32(x, self.weight, self.bias).to(x.dtype)
+
+
+class Packed(nn.Module):
+    """Float32 linear maps of one input on a CPU as one, their weights laid out as oneDNN reads them: outputs in a row.
+
+    Reading the weights takes most of the time while rows are few, and other layouts are read at half the speed.
+    """
+
+    def __init__(self, weights, bias=None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ops.mkldnn._reorder_linear_weight(weights), requires_grad=False)
+        self.bias = bias
+
+    @staticmethod
+    def available():
+        """Whether this PyTorch has the operators, which are not part of its public interface."""
+        names = ("_reorder_linear_weight", "_linear_pointwise")
+        return torch.backends.mkldnn.is_available() and all(hasattr(torch.ops.mkldnn, name) for name in names)
+
+    @classmethod
+    def of(cls, *maps):
+        """Made of `Linear` maps."""
+        bias = None if maps[0].bias is None else torch.cat([part.bias for part in maps])
+        return cls(torch.cat([part.weight for part in maps]), bias)
+
+    def forward(self, x):
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise RuntimeError("a packed decoder passes no gradients on: make the Decoder without `pack`")
+        rows = x.shape[0]
+        if rows == 1:  # a product with a single row is not the fastest
+            x = x.expand(FEW, -1)
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")[:rows]
 
 
 def linear_in_float32(x, weight, bias=None):
@@ -64,7 +97,7 @@ class RMSNorm(nn.Module):
 def normalise(x, eps):
     """x / sqrt(mean(x^2) + eps) over the last axis, in float32 or better, in the dtype of x."""
     accurate = x if x.dtype == torch.float64 else x.float()
-    return (accurate * torch.rsqrt(accurate.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return F.rms_norm(accurate, x.shape[-1:], eps=eps).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -80,11 +113,27 @@ class Attention(nn.Module):
         self.o_proj = Linear(self.heads * d, hidden, bias=config.o_bias)
         self.q_norm = RMSNorm(d, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(d, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.qkv_proj = None
+
+    def pack(self):
+        """See `Decoder.pack`."""
+        self.qkv_proj, self.o_proj = Packed.of(self.q_proj, self.k_proj, self.v_proj), Packed.of(self.o_proj)
+        self.qk_norm = nn.Identity()
+        if isinstance(self.q_norm, RMSNorm):
+            self.qk_norm = RMSNorm(self.head_dim, self.q_norm.eps)
+            weights = [self.q_norm.weight] * self.heads + [self.k_norm.weight] * self.kv_heads
+            self.qk_norm.weight = nn.Parameter(torch.stack(weights), requires_grad=False)
+        del self.q_proj, self.k_proj, self.v_proj, self.q_norm, self.k_norm
 
     def forward(self, x, cos, sin, attend):
         """x [n, H]; cos, sin [n, 1, d]; attend maps q, k, v [n, heads, d] to [n, heads * d]."""
-        q, k, v = (proj(x).view(len(x), -1, self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        return self.o_proj(attend(rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin), v))
+        if self.qkv_proj:
+            qk, v = self.qkv_proj(x).view(len(x), -1, self.head_dim).tensor_split((self.heads + self.kv_heads,), dim=1)
+            q, k = rotate(self.qk_norm(qk), cos, sin).tensor_split((self.heads,), dim=1)
+        else:
+            q, k, v = (proj(x).view(len(x), -1, self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
+            q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        return self.o_proj(attend(q, k, v))
 
 
 class MLP(nn.Module):
@@ -95,10 +144,16 @@ class MLP(nn.Module):
         self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=bias)
         self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=bias)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=bias)
-        self.activation = activation
+        self.activation, self.gate_up_proj = activation, None
+
+    def pack(self):
+        """See `Decoder.pack`."""
+        self.gate_up_proj, self.down_proj = Packed.of(self.gate_proj, self.up_proj), Packed.of(self.down_proj)
+        del self.gate_proj, self.up_proj
 
     def forward(self, x):
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1) if self.gate_up_proj else (self.gate_proj(x), self.up_proj(x))
+        return self.down_proj(self.activation(gate) * up)
 
 
 class Layer(nn.Module):
@@ -146,6 +201,7 @@ class Decoder(nn.Module):
         frequencies, self.rope_scale = config.rope.frequencies(config.head_dim)
         self.frequencies = torch.from_numpy(np.concatenate([frequencies] * 2)).to(self.head.device)
         self.buckets = BUCKETS if self.head.is_cuda else ()
+        self.packed_head = None
 
     @classmethod
     def load(cls, folder, *, dtype="float32", device="cpu", stop_ids=None):
@@ -156,8 +212,25 @@ class Decoder(nn.Module):
         device, dtype = placement(device, dtype)
         config = DecoderConfig.from_folder(folder)
         stored = Checkpoint(folder).read(config.tensor_shapes(), tied=config.tied)
-        tensors = {name: to_tensor(raw, kind, getattr(torch, dtype), device) for name, kind, raw in stored}
-        return cls(config, tensors, config.eos_ids if stop_ids is None else stop_ids)
+        decoder = cls(  # nothing else holds the tensors, so that packing leaves no second copy
+            config,
+            {name: to_tensor(raw, kind, getattr(torch, dtype), device) for name, kind, raw in stored},
+            config.eos_ids if stop_ids is None else stop_ids,
+        )
+        return decoder.pack()
+
+    def pack(self):
+        """Join products and lay weights out for speed where that is known to help, float32 on a CPU: this decoder.
+
+        The layers' take the same memory, and can neither be trained nor read back any more; the head is there twice.
+        """
+        suits = self.dtype == torch.float32 and not self.head.is_cuda and Packed.available()
+        if suits and self.packed_head is None:
+            for layer in self.model.layers:
+                layer.self_attn.pack()
+                layer.mlp.pack()
+            self.packed_head = Packed(self.head)
+        return self
 
     @property
     def dtype(self):
@@ -207,7 +280,7 @@ class Decoder(nn.Module):
 
     def read_out(self, hidden):
         """Logits [n, V] of final hidden states [n, H], float32 (float64 for a float64 model)."""
-        return read_out(hidden, self.head)
+        return self.packed_head(hidden) if self.packed_head else read_out(hidden, self.head)
 
     def prefill(self, cache, row, tokens, taps=()):
         """Write a prefix into one row of an empty cache: (logits after its last token [V], features [S, taps * H])."""
@@ -249,16 +322,18 @@ class Decoder(nn.Module):
         n, new = tokens.shape
         rows = torch.arange(n, device=self.device)[:, None]
         positions = lengths[:, None] + torch.arange(new, device=self.device)
-        unseen = torch.arange(span, device=self.device) > positions[..., None]  # [n, T, span]
+        group = self.config.num_heads // self.config.num_kv_heads
+        unseen = (torch.arange(span, device=self.device) > positions[..., None]).repeat(1, group, 1)[:, None]
+        mask = wide(torch.zeros_like(unseen, dtype=self.dtype))  # [n, 1, group * T, span]
+        mask = mask.masked_fill(unseen, -torch.inf)
+        places = cache.places(rows, positions)
 
         def attend(layer, q, k, v):
-            keys, values = cache.keys[layer, :n], cache.values[layer, :n]
-            keys[rows, :, positions], values[rows, :, positions] = k.unflatten(0, (n, new)), v.unflatten(0, (n, new))
-            q, group = grouped(q.unflatten(0, (n, new)), k.shape[1])
-            scores = (q @ wide(keys[:, :, :span]).mT).unflatten(2, (group, new))
-            scores = scores.masked_fill(unseen[:, None, None], -torch.inf).flatten(2, 3)
-            mixed = ungrouped(softmax(scores) @ wide(values[:, :, :span]), group, new)
-            return mixed.flatten(0, 1).to(v.dtype)
+            cache.write(layer, places, k, v)
+            keys, values = (wide(t[layer, :n, :, :span]) for t in (cache.keys, cache.values))
+            q, _ = grouped(q.unflatten(0, (n, new)), k.shape[1])
+            mixed = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+            return ungrouped(mixed, group, new).flatten(0, 1).to(v.dtype)
 
         hidden, features = self.forward(tokens.flatten(), positions.flatten(), attend, taps)
         return self.read_out(hidden).unflatten(0, (n, new)), features.unflatten(0, (n, new))
@@ -345,7 +420,7 @@ def attend_tree(q, keys, values, node_keys, node_values, missing):
         missing bool [n, depth], true where a node has no ancestor so far up.
     """
     n, length = len(q), keys.shape[1]
-    q, group = grouped(q[None], len(keys))  # [1, kv heads, group * n, d]
+    q, group = grouped(wide(q)[None] * q.shape[-1] ** -0.5, len(keys))  # [1, kv heads, group * n, d]
     own = q.view(len(keys), group, n, -1).permute(2, 0, 1, 3)  # [n, kv heads, group, d]
     own = (own @ wide(node_keys).permute(0, 2, 3, 1)).masked_fill(missing[:, None, None], -torch.inf)
     own = own.permute(1, 2, 0, 3).reshape(len(keys), group * n, -1)
@@ -357,9 +432,9 @@ def attend_tree(q, keys, values, node_keys, node_values, missing):
 
 
 def grouped(q, kv_heads):
-    """Scaled queries by key/value head: [B, n, heads, d] -> ([B, kv heads, group * n, d], group)."""
+    """Queries by key/value head: [B, n, heads, d] -> ([B, kv heads, group * n, d], group)."""
     batch, n, heads, d = q.shape
-    q = (wide(q) * d**-0.5).view(batch, n, kv_heads, heads // kv_heads, d)
+    q = wide(q).view(batch, n, kv_heads, heads // kv_heads, d)
     return q.permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, d), heads // kv_heads
 
 

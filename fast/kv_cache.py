@@ -33,6 +33,17 @@ class KVCache:
     def capacity(self):
         return self.keys.shape[3]
 
+    def places(self, rows, positions):
+        """Where `write` puts the key/value heads of positions int [n, T] of rows int [n, 1]: int [n * T * kv heads]."""
+        heads, capacity = self.keys.shape[2:4]
+        head = torch.arange(heads, device=rows.device)
+        return ((rows[..., None] * heads + head) * capacity + positions[..., None]).flatten()
+
+    def write(self, layer, places, keys, values):
+        """Put keys and values [n * T, kv heads, d] of one layer where `places` says."""
+        for cache, new in ((self.keys, keys), (self.values, values)):
+            cache[layer].view(-1, cache.shape[-1]).index_copy_(0, places, new.flatten(0, 1))
+
     def add_nodes(self, parents):
         """Make room for one node per parent (-1: the prefix): (their ids [n], their ancestors [n, depth])."""
         new = self.nodes + torch.arange(len(parents), device=parents.device)

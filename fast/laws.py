@@ -18,9 +18,9 @@ def warp(logits, law=SamplingLaw()):
     """
     logits = torch.as_tensor(logits)
     top = logits.amax(dim=-1, keepdim=True)
-    bad = (~top[..., 0].isfinite()).nonzero()
-    if len(bad):
-        raise ValueError(f"logits row {tuple(bad[0].tolist())} has no finite maximum (NaN, +inf or all -inf)")
+    if not top.isfinite().all():
+        bad = (~top[..., 0].isfinite()).nonzero()[0]
+        raise ValueError(f"logits row {tuple(bad.tolist())} has no finite maximum (NaN, +inf or all -inf)")
     if law.temperature == 0:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(dim=-1, keepdim=True), 1.0)
     limits = torch.finfo(logits.dtype)
@@ -59,15 +59,19 @@ def truncate(rows, k):
 def draw(rows, uniforms, which=None):
     """Draw tokens by inverse CDF with float64 sums: see `reference.laws.draw`.
 
-    The cumulative sum is taken in two steps, over blocks and then inside the block that holds the token.
+    The cumulative sum is taken in two steps, over blocks and then inside the block that holds the token; in one on the
+    host, where every row gives one token.
 
     Args: rows, probabilities [U, V]; uniforms, float64 [n] in [0, 1), NumPy; which, int [n], NumPy.
     Returns: tokens, int64 [n], NumPy (the tree is kept on the host).
     """
     uniforms = np.asarray(uniforms, dtype=np.float64)
-    which = np.arange(len(uniforms)) if which is None else np.asarray(which)
     if not ((uniforms >= 0) & (uniforms < 1)).all():
         raise ValueError("uniforms must lie in [0, 1)")
+    if which is None and not rows.is_cuda:
+        drawn = [_draw_one(i, row, u) for i, (row, u) in enumerate(zip(rows.numpy(), uniforms, strict=True))]
+        return np.array(drawn, dtype=np.int64)
+    which = np.arange(len(uniforms)) if which is None else np.asarray(which)
     rows = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % BLOCK)).view(len(rows), -1, BLOCK)
     sums = rows.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     total = sums[:, -1].cpu().numpy()
@@ -82,3 +86,12 @@ def draw(rows, uniforms, which=None):
     last = (inside < inside[:, -1:]).sum(dim=-1)  # last token of the block that has mass
     token = torch.searchsorted(inside, threshold[:, None], right=True)[:, 0].minimum(last)
     return (block * BLOCK + token).cpu().numpy()
+
+
+def _draw_one(index, row, uniform):
+    """A token of one row, NumPy."""
+    sums = row.cumsum(dtype=np.float64)
+    if not 0 < sums[-1] < np.inf:
+        raise ValueError(f"row {index} cannot be drawn from: its mass is {sums[-1]}")
+    last = sums.searchsorted(sums[-1])  # last token that has mass
+    return min(sums.searchsorted(uniform * sums[-1], side="right"), last)

@@ -353,6 +353,22 @@ def test_logits_keep_the_precision_of_the_model_and_bfloat16_reads_out_in_float3
     assert random_decoder(reference, dtype="float32").logits([1, 2]).dtype == np.float32
 
 
+@pytest.mark.parametrize("fields", [{}, {"model_type": "qwen2"}, {"tie_word_embeddings": False}])
+def test_packed_products_are_those_of_the_maps_they_hold(fields):
+    """One row, few and many; with biases, QK norms and a head of its own."""
+    if not fast.decoder.Packed.available():
+        pytest.skip("this PyTorch cannot pack")
+    plain, packed = (random_decoder(fast, dtype="float32", **fields) for _ in range(2))
+    assert packed.pack() is packed and packed.pack() is packed and packed.packed_head
+    for count in (1, 2, 9, 70):
+        tokens = random_tokens(count)
+        assert_agree(packed.logits(tokens), plain.logits(tokens), "logits32")
+        assert_agree(grow_all(packed.open(tokens), TREE), grow_all(plain.open(tokens), TREE), "logits32")
+    with pytest.raises(RuntimeError, match="passes no gradients on"):
+        packed.model.layers[0].mlp(torch.zeros(2, plain.config.hidden_size, requires_grad=True))
+    assert random_decoder(fast).pack().packed_head is None  # float64
+
+
 def test_weights_in_slabs_multiply_as_a_whole(monkeypatch):
     """bfloat16 operands, exact float32 products: slabs change nothing but the rounding of float32 sums."""
     x, weight, bias = (

@@ -209,6 +209,12 @@ def test_backends_draw_alike(rows, law, seed):
     drawn = draw(probs, uniforms, which)
     assert (probs[which, drawn] > 0).all()
     assert_agree(fast.draw(torch.from_numpy(probs), uniforms, which), drawn, "exact")
+    uniforms = np.append(rng.random(49), np.nextafter(1, 0))
+    for kind in (np.float64, np.float32):  # one token of each row, by another route
+        rows = torch.from_numpy(probs[which].astype(kind))
+        drawn = fast.draw(rows, uniforms, np.arange(50))
+        assert_agree(fast.draw(rows, uniforms), drawn, "exact")
+        assert (probs[which, drawn] > 0).all()
 
 
 def sampler_fails(sampler, seed, p=np.array([0.5, 0.3, 0.2]), n=20_000):
