@@ -47,11 +47,10 @@ def config_of(shape):
 def random_target(shape, device, dtype, seed):
     """A Qwen3 decoder of a shape's widths that nothing stops, its weights random."""
     config, where = config_of(shape), SimpleNamespace(device=torch.device(device), dtype=getattr(torch, dtype))
-    tensors = random_tensors(config, where, seed)
-    for name, tensor in tensors.items():
-        if name.endswith("norm.weight"):
-            tensor.fill_(1)
-    return fast.Decoder(config, tensors).pack()
+    tensors = random_tensors(config, where, seed).items()
+    target = fast.Decoder(config, {name: t.fill_(1) if name.endswith("norm.weight") else t for name, t in tensors})
+    del tensors  # packing leaves no second copy of what nothing else holds
+    return target.pack()
 
 
 def anchor_row(target, seed, length=512, repeats=3):

@@ -57,8 +57,8 @@ def plot(summary, path):
         if "R self" in columns:
             panel.plot(slots, np.array(columns["R self"], dtype=float), "k.", label="risk on its own tokens")
         panel.set(title=name, xlabel="slot k")
-        panel.legend(fontsize=8, frameon=False)
-    panels[0][0].set(ylabel="rejection", ylim=(0, None))
+        panel.legend(fontsize=8, frameon=False, loc="upper left", ncols=2, columnspacing=1)
+    panels[0][0].set(ylabel="rejection", ylim=(0, 1.2))  # the legend stands above 1
     figure.suptitle(report.conditions(summary), fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=150)

@@ -222,7 +222,8 @@ class Decoder(nn.Module):
     def pack(self):
         """Join products and lay weights out for speed where that is known to help, float32 on a CPU: this decoder.
 
-        The layers' take the same memory, and can neither be trained nor read back any more; the head is there twice.
+        The layers' take the same memory, and can be neither trained nor copied, cast or read back any more; the head is
+        there twice.
         """
         suits = self.dtype == torch.float32 and not self.head.is_cuda and Packed.available()
         if suits and self.packed_head is None:

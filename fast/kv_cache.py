@@ -34,8 +34,13 @@ class KVCache:
         return self.keys.shape[3]
 
     def places(self, rows, positions):
-        """Where `write` puts the key/value heads of positions int [n, T] of rows int [n, 1]: int [n * T * kv heads]."""
+        """Where `write` puts the key/value heads of positions int [n, T] of rows int [n, 1]: int [n * T * kv heads].
+
+        ValueError for positions beyond the capacity, which would be another row's; it is not looked for on CUDA.
+        """
         heads, capacity = self.keys.shape[2:4]
+        if not positions.is_cuda and positions.numel() and int(positions.max()) >= capacity:
+            raise ValueError(f"position {int(positions.max())} is beyond the cache's {capacity} positions")
         head = torch.arange(heads, device=rows.device)
         return ((rows[..., None] * heads + head) * capacity + positions[..., None]).flatten()
 

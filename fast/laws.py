@@ -68,10 +68,13 @@ def draw(rows, uniforms, which=None):
     uniforms = np.asarray(uniforms, dtype=np.float64)
     if not ((uniforms >= 0) & (uniforms < 1)).all():
         raise ValueError("uniforms must lie in [0, 1)")
+    if which is None and len(uniforms) != len(rows):
+        raise ValueError(f"{len(rows)} rows need as many uniforms, or which of them each is for; got {len(uniforms)}")
     if which is None and not rows.is_cuda:
-        drawn = [_draw_one(i, row, u) for i, (row, u) in enumerate(zip(rows.numpy(), uniforms, strict=True))]
+        host = (rows.float() if rows.dtype == torch.bfloat16 else rows).detach().numpy()
+        drawn = [_draw_one(i, row, u) for i, (row, u) in enumerate(zip(host, uniforms, strict=True))]
         return np.array(drawn, dtype=np.int64)
-    which = np.arange(len(uniforms)) if which is None else np.asarray(which)
+    which = np.arange(len(uniforms)) if which is None else np.asarray(which, dtype=np.int64)
     rows = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % BLOCK)).view(len(rows), -1, BLOCK)
     sums = rows.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     total = sums[:, -1].cpu().numpy()

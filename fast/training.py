@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import distributed
 
 from fast.decoder import attend_causal
@@ -66,13 +67,14 @@ class Settings:
 class Step(NamedTuple):
     """What a step reports: loss, tau in tokens per round along the labels, norm of the gradient, the loss's terms.
 
-    `counts` holds the sums that it also took, by name (`Trainer.sums`).
+    `tokens` is how many it read, over all processes, and `counts` holds the sums that it also took (`Trainer.sums`).
     """
 
     loss: float
     tau: float
     norm: float
     terms: dict[str, float]
+    tokens: int
     counts: dict[str, float]
 
 
@@ -82,7 +84,8 @@ class Trainer:
     Args: target, the frozen `Decoder`; drafter, trained in place, float32 or float64; sequences, a list of `Sequence`;
         settings; recipe (None: its family's); autocast, a dtype that products are computed in (None: the drafter's);
         detached, whether the confidence term trains the confidence head only.
-    Attributes: step, how many are done; seconds, where the time went, by part.
+    Attributes: step, how many are done; totals, a Counter over all of them, resumed ones too: "tokens" read, "seconds"
+        taken, and `sums`; seconds, where the time of this process went, by part.
     """
 
     sums: tuple[str, ...] = ("weight", "length", "blocks")  # what losses give besides their terms
@@ -99,7 +102,7 @@ class Trainer:
             )
         self.target, self.drafter, self.sequences, self.settings = target, drafter, usable, settings
         self.recipe, self.detached = self.fit(recipe), detached
-        self.autocast, self.step, self.seconds = autocast, 0, Counter()
+        self.autocast, self.step, self.seconds, self.totals = autocast, 0, Counter(), Counter()
         self.parameters = [p for p in drafter.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=settings.learning_rate, weight_decay=0.0)
 
@@ -108,16 +111,11 @@ class Trainer:
         config = self.drafter.config
         return fit_recipe(recipe or RECIPES[config.family], config)
 
-    @property
-    def coming(self):
-        """Which sequences the next step takes, over all processes: int [n]."""
-        return sequences_of(self.step, len(self.sequences), self.settings.sequences, self.settings.seed)
-
     def update(self):
         """One AdamW step: `Step`.  ValueError where loss or gradient is not finite, before any weight has changed."""
-        settings, (rank, processes) = self.settings, place()
+        settings, (rank, processes), begin = self.settings, place(), time.perf_counter()
         self.optimizer.zero_grad(set_to_none=True)
-        order = self.coming
+        order = sequences_of(self.step, len(self.sequences), settings.sequences, settings.seed)
         sums: Counter[str] = Counter()
         for i in range(rank, settings.sequences, processes):
             sums.update(self.accumulate(self.sequences[order[i]], [settings.seed, self.step, i]))
@@ -140,7 +138,10 @@ class Trainer:
                 group["lr"] = learning_rate(self.step, settings)
             self.optimizer.step()
         self.step += 1
-        return Step(loss, length / blocks, norm, terms, {name: sums[name] for name in self.sums})
+        counts = {name: sums[name] for name in self.sums}
+        read = sum(len(self.sequences[i].tokens) for i in order)
+        self.totals.update(counts | {"tokens": read, "seconds": time.perf_counter() - begin})
+        return Step(loss, length / blocks, norm, terms, read, counts)
 
     def accumulate(self, sequence, seed):
         """Add a sequence's share to the gradients of the loss's numerator; returns its sums by name."""
@@ -206,11 +207,12 @@ class Trainer:
 
     def state(self):
         """Everything that a resumed run needs, as `torch.save` stores it."""
-        return {"step": self.step, "drafter": self.drafter.state_dict(), "optimizer": self.optimizer.state_dict()}
+        networks = {"drafter": self.drafter.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return {"step": self.step, "totals": dict(self.totals)} | networks
 
     def restore(self, state):
         """Go on from what `state` gave."""
-        self.step = state["step"]
+        self.step, self.totals = state["step"], Counter(state["totals"])
         self.drafter.load_state_dict(state["drafter"])
         self.optimizer.load_state_dict(state["optimizer"])
 
@@ -338,7 +340,10 @@ def write_atomically(path, write):
     """Write a file under a temporary name and rename it: whoever looks finds the old one or the new one, whole."""
     path = Path(path)
     temporary = path.with_name(f"{path.name}.partial")
-    write(temporary)
+    try:
+        write(temporary)
+    except (RuntimeError, SafetensorError) as error:  # how some writers say that the disk is full
+        raise OSError(f"{path} cannot be written ({error}); what was there is kept") from error
     with open(temporary, "rb+") as file:
         os.fsync(file.fileno())
     os.replace(temporary, path)

@@ -14,15 +14,15 @@ import os
 import sys
 import textwrap
 import time
-from collections import Counter
 from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import distributed
 from tqdm import tqdm
 
@@ -51,7 +51,7 @@ def launch(options, begin):
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        sys.exit("stopped; the same command with --resume goes on from the last saved step")
+        sys.exit("stopped; the same command with --resume goes on from the last saved step, if there was one")
     finally:
         if distributed.is_initialized():
             distributed.destroy_process_group()
@@ -64,15 +64,14 @@ def run(options, begin):
     check(options)
     rank, processes = join(options)
     say = (lambda *text: print(*text, file=sys.stderr, flush=True)) if rank == 0 else (lambda *_: None)
-    checkpoint = Path(f"{options.out}.checkpoint")
-    if checkpoint.exists() and not options.resume:
-        raise ValueError(f"{checkpoint} exists; add --resume to go on, or choose another --out")
+    out, checkpoint = Path(options.out), Path(f"{options.out}.checkpoint")
     snapshot = locate(options.target, revision=options.revision)
     text = Text.from_folder(snapshot.folder)
     target = Decoder.load(snapshot.folder, dtype=options.dtype, device=options.device, stop_ids=text.stop_ids)
     about = {"target": snapshot.name, "revision": snapshot.revision or f"files {digest(snapshot.folder)}"}
     raw, drafter, make, origin = begin(options, snapshot, target, text)
     answers, sequences = read_sequences(options, target, text, about, say)
+    sequences = [sequence for sequence in sequences if len(training.anchor_places(sequence.supervised))]
     kept = held_out(len(sequences), options.held_out)
     unseen, sequences = ([s for i, s in enumerate(sequences) if (i in kept) == held] for held in (True, False))
 
@@ -92,19 +91,19 @@ def run(options, begin):
         training.load_checkpoint(checkpoint, trainer, identity)
     say(estimate(trainer, processes))
 
-    def save():
+    def store():
         training.save_checkpoint(checkpoint, trainer, identity)
-        write_drafter(Path(options.out), raw, drafter, tables=not options.without_tables)
+        write_drafter(out, raw, drafter, tables=not options.without_tables)
 
     trainer.seconds.clear()
     start = time.perf_counter()
-    tokens, shown, counts = train(trainer, options, unseen, save, rank)
-    seconds = time.perf_counter() - start
+    shown = train(trainer, options, unseen, store, rank)
     if options.profile:
-        say(profile(trainer.seconds, seconds))
+        say(profile(trainer.seconds, time.perf_counter() - start))
     if rank:
         return None
-    config = drafter.config
+    config, counts = drafter.config, dict(trainer.totals)
+    tokens, seconds = counts.pop("tokens"), counts.pop("seconds")
     report = about | {
         "family": config.family, "parameters": config.parameter_count(), "objective": options.objective,
         "answers": len(trainer.sequences), "settings": asdict(settings), "steps": trainer.step, "dtype": options.dtype,
@@ -112,35 +111,38 @@ def run(options, begin):
         "processes": processes, "seconds": round(seconds, 2), "tokens_per_second": round(tokens / seconds),
         **shown, "counts": counts,
     }  # fmt: skip
-    write_card(Path(options.out), report)
+    write_card(out, report)
     return report
 
 
-def train(trainer, options, unseen, save, rank):
-    """All steps that are left: (tokens read, numbers of the last step, sums of all steps); process 0 logs and saves."""
-    first, steps, tokens, shown, counts = trainer.step, trainer.settings.steps, 0, {}, Counter()
-    log = step_log(Path(f"{options.out}.steps.jsonl"), first) if rank == 0 else nullcontext()
-    with log, tqdm(total=steps, initial=first, unit="step", disable=None if rank == 0 else True) as bar:
+def train(trainer, options, unseen, store, rank):
+    """All steps that are left; returns the numbers of the last one.  Process 0 logs and saves."""
+    first, steps, shown, path = trainer.step, trainer.settings.steps, {}, Path(f"{options.out}.steps.jsonl")
+    done = read_steps(path, first) if first and rank == 0 else []
+    if done and first == steps:
+        shown = {name: number for name, number in done[-1].items() if name not in ("step", "tokens")}
+    with (
+        step_log(path, done) if rank == 0 else nullcontext() as log,
+        tqdm(total=steps, initial=first, unit="step", disable=None if rank == 0 else True) as bar,
+    ):
         if rank == first == 0:
             log.write(json.dumps({"step": 0, "tokens": 0} | evaluate(trainer, unseen)) + "\n")
         while trainer.step < steps:
-            read = sum(len(trainer.sequences[i].tokens) for i in trainer.coming)
-            step, tokens = trainer.update(), tokens + read
+            step = trainer.update()
             shown = {name: round(number, 4) for name, number in trainer.summary(step).items()}
-            counts.update(step.counts)
             bar.update()
             bar.set_postfix(shown, refresh=False)
             saving = trainer.step % options.save_every == 0 or trainer.step == steps
             if rank == 0:
                 shown |= evaluate(trainer, unseen) if saving else {}
-                log.write(json.dumps({"step": trainer.step, "tokens": read} | shown) + "\n")
+                log.write(json.dumps({"step": trainer.step, "tokens": step.tokens} | shown) + "\n")
                 if saving:
-                    save()
-    return tokens, shown, counts
+                    store()
+    return shown
 
 
 def check(options):
-    """ValueError for numbers that train nothing and for an --out that is a file; makes the folder that holds it."""
+    """ValueError for numbers that train nothing and for an --out that is in use; makes the folder around it."""
     for name in COUNTS:
         value = getattr(options, name, None)
         if value is not None and value < 1:
@@ -150,9 +152,17 @@ def check(options):
     for name in ("seed", "held_out"):
         if getattr(options, name) < 0:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 0, got {getattr(options, name)}")
-    out = Path(options.out)
+    if not options.out.strip():
+        raise ValueError("--out is empty; it names the drafter's folder")
+    out, checkpoint = Path(options.out), Path(f"{options.out}.checkpoint")
     if out.is_file():
         raise ValueError(f"{out} is a file; --out names the drafter's folder")
+    if checkpoint.exists() and not options.resume:
+        raise ValueError(f"{checkpoint} exists; add --resume to go on, or choose another --out")
+    if not checkpoint.exists() and out.is_dir() and any(out.iterdir()):
+        raise ValueError(f"{out} is not empty and no training of ours; choose another --out")
+    if not checkpoint.exists() and options.resume:
+        raise ValueError(f"{checkpoint} does not exist: there is nothing to resume")
     out.parent.mkdir(parents=True, exist_ok=True)
 
 
@@ -183,12 +193,23 @@ def evaluate(trainer, sequences):
     return {"held_out": round(length, 4)}
 
 
-def step_log(path, first):
-    """A text file with a JSON line for each step up to step `first`, open for those of the coming ones."""
-    done = path.read_text().splitlines(keepends=True) if first and path.exists() else []
-    done = [line for line in done if line.endswith("\n") and json.loads(line)["step"] <= first]
-    path.write_text("".join(done))
-    return path.open("a", buffering=1)
+def read_steps(path, first):
+    """The lines of a log up to step `first`, in order; ValueError where it is damaged."""
+    try:
+        whole = path.read_text(encoding="utf-8").rpartition("\n")[0]
+        done = [row for row in map(json.loads, whole.splitlines()) if row["step"] <= first]
+    except (OSError, ValueError, KeyError, TypeError):
+        done = []
+    if [row["step"] for row in done] not in ([*range(first + 1)], [*range(1, first + 1)]):
+        raise ValueError(f"{path} is no whole log of {first} steps; restore it or start anew")
+    return done
+
+
+def step_log(path, done):
+    """A text file with a JSON line for each step done, open for those of the coming ones."""
+    text = "".join(f"{json.dumps(row)}\n" for row in done)
+    training.write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    return path.open("a", buffering=1, encoding="utf-8")
 
 
 def write_drafter(folder, raw, drafter, tables=True):
@@ -200,7 +221,9 @@ def write_drafter(folder, raw, drafter, tables=True):
     folder.mkdir(parents=True, exist_ok=True)
     data = f"{json.dumps(raw, indent=2)}\n".encode()
     training.write_atomically(folder / "config.json", lambda path: path.write_bytes(data))
-    training.write_atomically(folder / "model.safetensors", lambda path: save_file(weights, path, {"format": "pt"}))
+    training.write_atomically(
+        folder / "model.safetensors", lambda path: path.write_bytes(save(weights, {"format": "pt"}))
+    )
 
 
 def write_card(folder, report):
@@ -218,7 +241,8 @@ def write_card(folder, report):
         f"{r['dtype']}, weights in float32, stored in bfloat16. {r['hardware']}, {r['processes']} "
         f"process(es), {r['seconds'] / 60:.0f} minutes; {versions}; commit {r['commit']}.",
     )
-    text = "\n\n".join(textwrap.fill(paragraph, 120) for paragraph in paragraphs) + "\n"
+    fill = partial(textwrap.fill, width=120, break_long_words=False, break_on_hyphens=False)
+    text = "\n\n".join(map(fill, paragraphs)) + "\n"
     training.write_atomically(folder / "README.md", lambda path: path.write_text(text, encoding="utf-8"))
 
 
@@ -228,8 +252,9 @@ def read_sequences(options, target, text, about, say):
     thinking = {"off": False, "on": True, "unset": None}[options.thinking]
     prompts = read_prompts(options.prompts or builtin_prompts())[: options.limit]
     encoded = [text.chat([{"role": "user", "content": p.text}], thinking=thinking) for p in prompts]
-    if len(encoded) < options.sequences:
-        raise ValueError(f"{len(encoded)} prompts cannot fill a step of {options.sequences}; give more or --sequences")
+    left = len(encoded) - len(held_out(len(encoded), options.held_out))
+    if left < options.sequences:
+        raise ValueError(f"{left} prompts cannot fill a step of {options.sequences}; give more or --sequences")
     room = target.config.max_positions - max(map(len, encoded))
     if room < options.answer_tokens:
         raise ValueError(f"the longest prompt leaves the target room for {room} tokens; set --answer-tokens to that")
@@ -327,6 +352,7 @@ def settle(options, sizes):
     for name, value in sizes[options.preset].items():
         if getattr(options, name) is None:
             setattr(options, name, value)
+    options.out = os.path.normpath(options.out) if options.out.strip() else ""  # without a slash at its end
     if options.limit:
         options.sequences = min(options.sequences, options.limit)
     return options

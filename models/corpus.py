@@ -88,14 +88,18 @@ def build(seed: int = 0, limit: int | None = None) -> list[Document]:
 def write_prompts(folder: Path, per_domain: int, skip: int = 0, held_out: bool = False, seed: int = 0) -> list[Path]:
     """Write folder/DOMAIN.jsonl for every domain: up to `per_domain` different questions in a seeded order.
 
-    The first `skip` of that order are left out.
+    The first `skip` of that order are left out.  ValueError where that leaves nothing.
     """
+    if per_domain < 1 or skip < 0:
+        raise ValueError(f"per_domain must be at least 1 and skip at least 0, got {per_domain} and {skip}")
     folder.mkdir(parents=True, exist_ok=True)
     documents, paths = [d for d in build(seed) if d.held_out == held_out], []
     for domain in DOMAINS:
         questions = list(dict.fromkeys(d.question for d in documents if d.domain == domain))
         random.Random(f"{seed} prompts {domain}").shuffle(questions)
         chosen = list(enumerate(questions))[skip : skip + per_domain]
+        if not chosen:
+            raise ValueError(f"the {len(questions)} questions of {domain} leave none behind the first {skip}")
         rows = [json.dumps({"id": i, "prompt": question}) for i, question in chosen]
         paths.append(folder / f"{domain}.jsonl")
         paths[-1].write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
@@ -321,4 +325,7 @@ if __name__ == "__main__":
     parser.add_argument("--skip", type=int, default=0, metavar="N", help="leave out the first N of a domain")
     parser.add_argument("--held-out", action="store_true", help="of sources that no tiny network was trained on")
     options = parser.parse_args()
-    print(*write_prompts(options.folder, options.per_domain, options.skip, options.held_out), sep="\n")
+    try:
+        print(*write_prompts(options.folder, options.per_domain, options.skip, options.held_out), sep="\n")
+    except (OSError, ValueError) as error:
+        parser.exit(1, f"error: {error}\n")

@@ -111,10 +111,13 @@ def draw(rows, uniforms, which=None):
     Args: rows, probabilities [U, V]; uniforms, float64 [n] in [0, 1); which, int [n], the row each draw reads
         (None: row i for draw i).
     Returns: tokens, int64 [n].
-    Raises: ValueError for uniforms outside [0, 1), or naming a row that has no mass.
+    Raises: ValueError for uniforms outside [0, 1), for more or fewer than there are rows to read, or naming a row that
+        has no mass.
     """
     uniforms = np.asarray(uniforms, dtype=np.float64)
-    which = np.arange(len(uniforms)) if which is None else np.asarray(which)
+    if which is None and len(uniforms) != len(rows):
+        raise ValueError(f"{len(rows)} rows need as many uniforms, or which of them each is for; got {len(uniforms)}")
+    which = np.arange(len(uniforms)) if which is None else np.asarray(which, dtype=np.int64)
     if not ((uniforms >= 0) & (uniforms < 1)).all():
         raise ValueError("uniforms must lie in [0, 1)")
     tokens = np.empty(len(uniforms), dtype=np.int64)

@@ -32,7 +32,7 @@ from reference.shared_records import SharedRecords, ranks
 
 ITEM_SIZE = {"bfloat16": 2, "float32": 4, "float64": 8}
 ANCHORS, ANSWER_TOKENS = 96, 2048
-ERRORS = (CheckpointError, ConfigError, TextError, RecordError, ValueError)
+ERRORS = (CheckpointError, ConfigError, TextError, RecordError, ValueError, OSError)
 
 
 def main(options, backend, draw=report.plot):
@@ -42,7 +42,7 @@ def main(options, backend, draw=report.plot):
 
 def in_one_line(run, *arguments):
     """Call `run`; what stops it ends the process with one line, which names the process where there are several."""
-    where = f" in rank {os.environ['RANK']}" if "RANK" in os.environ else ""
+    where = f" in rank {os.environ['RANK']}" if os.environ.get("RANK") else ""
     try:
         run(*arguments)
     except ERRORS as error:

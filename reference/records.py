@@ -9,6 +9,7 @@ Tests: `tests/test_records.py`.
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 HEAD = b'{"kind":"provenance",'  # how every record file begins
@@ -41,7 +42,7 @@ class RecordFile:
         except OSError as error:
             raise RecordError(f"{self.path} cannot be written: {error.strerror}") from None
         try:
-            _lock(self._file, self.path)
+            lock(self._file, self.path)
             self._repair()
             self._file.seek(0)
             lines = self._file.read()
@@ -53,7 +54,7 @@ class RecordFile:
                 self._file.truncate(0)
                 self._write({"kind": "provenance", **provenance})
         except BaseException:
-            self._file.close()
+            self.close()
             raise
 
     def append(self, row):
@@ -63,7 +64,8 @@ class RecordFile:
 
     def close(self):
         """Release the file (and its lock)."""
-        self._file.close()
+        with suppress(OSError):  # a disk that is full has been told of, and closing tries to write again
+            self._file.close()
 
     def __enter__(self):
         return self
@@ -163,7 +165,7 @@ def _fields(value, name=""):
         yield from _fields(part, f"{name}.{key}" if name else key)
 
 
-def _lock(file, path):
+def lock(file, path):
     """Take the only writer's lock, which the system drops when the process ends, however it ends."""
     try:
         try:

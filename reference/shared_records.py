@@ -24,7 +24,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from reference.records import RecordError, RecordFile, check_same, key_of, line, parse
+from reference.records import RecordError, RecordFile, check_same, key_of, line, lock, parse
 
 PATIENCE = 60  # seconds that a process waits for others before it says so
 
@@ -34,6 +34,8 @@ def ranks():
     rank, size = (os.environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
     if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
         raise ValueError(f"RANK {rank} and WORLD_SIZE {size} name no process of a group; unset them or use a launcher")
+    if ("RANK" in os.environ) != ("WORLD_SIZE" in os.environ):
+        raise ValueError("only one of RANK and WORLD_SIZE is set: unset it or use a launcher")
     return int(rank), int(size)
 
 
@@ -56,6 +58,9 @@ class SharedRecords:
             self._out = opened.enter_context(RecordFile(self.path, provenance)) if rank == 0 else None
             mine = {own, self.path} if self._out else {own}
             self._tails = [Tail(file, provenance) for file in (self.path, *self._parts) if file not in mine]
+            for file in set(found) - set(files if size > 1 else ()):  # a process of a stopped run may still be alive
+                with open(file, "ab") as other:
+                    lock(other, file)
             self._know(self._out.rows if self._out else [], self.path)
             self._look()  # refuses what does not fit before a file of its own is there
             self._own = opened.enter_context(RecordFile(own, provenance)) if size > 1 else self._out
@@ -182,6 +187,8 @@ class Tail:
                 data = file.read()
         except FileNotFoundError:
             return []
+        except OSError as error:
+            raise RecordError(f"{self.path} cannot be read: {error.strerror}; use another --out") from None
         data = data[: data.rfind(b"\n") + 1]
         if not data:
             return []

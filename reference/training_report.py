@@ -2,9 +2,10 @@
 
     python -m reference.training_report RUN.steps.jsonl ... [--plot CURVES.png]
 
-The files are the logs of trainings with --held-out.  Files whose names differ only in a last number, of seeds say, are
-one run, of which the mean and the range are given.  The length is tokens per round at temperature 1, the bonus token
-counted, of blocks that the drafter drafts behind fixed anchors (`fast.posttraining.expected_length`).
+The files are the logs of trainings with --held-out.  Files of one folder whose names differ only in a last number
+behind a dash, of seeds say, are one run, of which the mean and the range are given.  The length is tokens per round at
+temperature 1, the bonus token counted, of blocks that the drafter drafts behind fixed anchors
+(`fast.posttraining.expected_length`).
 
 Tests: `tests/test_training_report.py`.
 """
@@ -25,27 +26,31 @@ from reference.sample import Table
 def read_log(path):
     """(steps, tokens read by then, expected lengths) at every save of a training, int, int and float64 [n]."""
     try:
-        rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
-        tokens = np.cumsum([row["tokens"] for row in rows])
-        saves = [
-            (row["step"], read, row["held_out"]) for row, read in zip(rows, tokens, strict=True) if "held_out" in row
-        ]
+        whole = Path(path).read_text(encoding="utf-8").rpartition("\n")[0]  # a last line may be half-written
+        rows = [json.loads(text) for text in whole.splitlines()]
+        read = np.cumsum([int(row["tokens"]) for row in rows])
+        saves = [i for i, row in enumerate(rows) if "held_out" in row]
+        steps = np.array([int(rows[i]["step"]) for i in saves], dtype=np.int64)
+        lengths = np.array([float(rows[i]["held_out"]) for i in saves])
     except OSError as error:
         raise RecordError(f"{path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         raise RecordError(f"{path} is not the log of a training; give files OUT.steps.jsonl") from None
-    if not saves:
+    if not saves or not np.isfinite(lengths).all():
         raise RecordError(f"{path} has no held-out length; train with --held-out")
-    steps, tokens, lengths = map(np.array, zip(*saves, strict=True))
-    return steps, tokens, lengths
+    return steps, read[saves], lengths
 
 
 def runs_of(paths):
     """{run: (steps, mean tokens [n], lengths [seeds, n])}; RecordError where seeds of a run saved at other steps."""
     found: dict = {}
-    for path in paths:
-        stem = Path(path).name.removesuffix(".jsonl").removesuffix(".steps")
-        found.setdefault(re.sub(r"[-_]?\d+$", "", stem) or stem, []).append(read_log(path))
+    if len({Path(path).resolve() for path in paths}) < len(paths):
+        raise RecordError("a log is given twice")
+    folders = len({Path(path).parent for path in paths}) > 1
+    for path in map(Path, paths):
+        stem = path.name.removesuffix(".jsonl").removesuffix(".steps")
+        name = re.sub(r"[-_]\d+$", "", stem)
+        found.setdefault(f"{path.parent}/{name}" if folders else name, []).append(read_log(path))
     for name, logs in found.items():
         if len({tuple(steps) for steps, *_ in logs}) > 1:
             raise RecordError(f"the logs of {name} saved at different steps; let them all finish")

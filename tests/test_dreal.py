@@ -19,6 +19,8 @@ from tests.strategies import seeds
 torch = pytest.importorskip("torch")
 tokenizers = pytest.importorskip("tokenizers")
 
+from safetensors.torch import save_file  # noqa: E402
+
 from examples import dreal_posttrain as example  # noqa: E402
 from examples import train_drafter  # noqa: E402
 from fast import posttraining, training, training_program  # noqa: E402
@@ -523,7 +525,7 @@ def folders(tmp_path_factory):
     (target / "config.json").write_text(json.dumps(TARGET | {"vocab_size": 48}))
     model = random_target(vocab_size=48, dtype=torch.float32, sharpness=3.0)
     tensors = {name: model.get_parameter(name) for name in model.config.tensor_shapes()}
-    training_program.save_file(tensors, target / "model.safetensors")
+    save_file(tensors, target / "model.safetensors")
     raw = raw_config("dspark", slots=4, vocab_size=48)
     training_program.write_drafter(
         folder / "drafter", raw, random_drafter("dspark", model, torch.float32, 0.05, slots=4)

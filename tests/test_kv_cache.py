@@ -201,3 +201,13 @@ def test_padded_rows_write_to_no_live_place():
     for now, then in [(cache.node_keys, before[2]), (cache.node_values, before[3])]:
         changed = (now != then).flatten(2).any(dim=2).any(dim=0)
         assert_agree(changed[:-1].nonzero()[:, 0], [11, 12, 13], "exact")
+
+
+def test_a_position_beyond_the_cache_is_refused():
+    """It would be the first position of the next head or row."""
+    decoder = random_decoder(fast)
+    cache = decoder.cache(2, 8)
+    tokens, lengths = torch.tensor([[1, 2], [1, 2]]), torch.tensor([3, 7])
+    with pytest.raises(ValueError, match="position 8 is beyond the cache's 8 positions"):
+        decoder.extend(cache, tokens, lengths, 8)
+    assert not cache.keys.any()

@@ -201,6 +201,14 @@ def test_draws_from_nothing_are_refused(draw, row, uniform):
         draw(np.array([row]), np.array([uniform]))
 
 
+@both("draw")
+def test_a_draw_for_each_row_or_none(draw):
+    rows = np.array([[0.5, 0.5], [0.0, 1.0]])
+    with pytest.raises(ValueError, match="2 rows need as many uniforms"):
+        draw(rows, np.array([0.1]))
+    assert_agree(draw(rows, np.array([]), []), np.array([], dtype=np.int64), "exact")
+
+
 @given(logits(), laws(), seeds)
 def test_backends_draw_alike(rows, law, seed):
     torch, fast = pytest.importorskip("torch"), pytest.importorskip("fast")

@@ -236,6 +236,28 @@ def test_who_waits_says_for_whom(tmp_path, whole, monkeypatch, capsys):
     assert (tmp_path / "records").read_bytes() == whole
 
 
+def test_a_process_of_a_stopped_run_that_still_writes_is_not_joined(tmp_path, whole):
+    """Its rows would be in no other file, and done again: of other seconds, where they are requests."""
+    out = tmp_path / "run.jsonl"
+    with SharedRecords(out, PROVENANCE, 1, 2):
+        for rank, size in ((0, 1), (0, 3)):
+            with pytest.raises(RecordError, match="is being written by another process"):
+                SharedRecords(out, PROVENANCE, rank, size)
+    SharedRecords(out, PROVENANCE, 0, 1).close()
+
+
+def test_a_full_disk_is_told_of_in_one_line(tmp_path):
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000)); import signal;"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); from examples import floor_qwen3_4b as f;"
+        f"f.main(['--target', 'toy', '--anchors', '4', '--backend', 'reference', '--out', {str(tmp_path / 'a')!r}])"
+    )
+    pytest.importorskip("resource")
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 1 and "Traceback" not in found.stderr
+    assert "cannot be written" in found.stderr.splitlines()[-1]
+
+
 def test_ranks_are_the_launchers(monkeypatch):
     assert ranks() == (0, 1)
     monkeypatch.setenv("RANK", "3")

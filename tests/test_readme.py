@@ -19,12 +19,12 @@ def test_everything_that_needs_no_model(tmp_path):
     commands = [c.split("  #")[0].strip() for c in COMMANDS if "--target t" in c or "reference.report" in c]
     setup, commands[0] = commands[0].split(" && ")
     assert setup == "pip install -e ."
-    assert len(commands) == 6  # the main job; on the toy: floors, gaps, a report, the same anchors again and compared
+    assert len(commands) == 7  # the main job, gaps; on the toy: floors, gaps, a report, the same anchors compared
     for name in ("examples", "models", "reference", "fast"):
         (tmp_path / name).symlink_to(ROOT / name)
     documents = [run(re.sub(r"--anchors \d+", "--anchors 1", command), tmp_path) for command in commands]
-    tiny, toy, _, report, *_ = documents
-    assert tiny["anchors"] == 4 and toy["anchors"] == 2
+    tiny, gaps, toy, _, report, *_ = documents
+    assert tiny["anchors"] == gaps["anchors"] == 4 and toy["anchors"] == 2
     assert toy == report
 
 

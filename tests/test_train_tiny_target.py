@@ -173,3 +173,6 @@ def test_questions_become_prompts_files_and_held_out_ones_stay_apart(tmp_path):
     assert not asked[0] & asked[1]
     both = [p.text for p in read_prompts(corpus.write_prompts(tmp_path / "more", 5, skip=15))]
     assert len(both) == 20 and set(both) < asked[0]
+    for wrong in ({"per_domain": 0}, {"per_domain": 5, "skip": -1}, {"per_domain": 5, "skip": 10**6}):
+        with pytest.raises(ValueError, match=r"per_domain must be|leave none"):
+            corpus.write_prompts(tmp_path / "none", **wrong)

@@ -20,7 +20,7 @@ from tests.strategies import seeds
 torch = pytest.importorskip("torch")
 tokenizers = pytest.importorskip("tokenizers")
 
-from safetensors.torch import load_file  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 from examples import train_drafter as example  # noqa: E402
 from fast import draft_losses as losses  # noqa: E402
@@ -30,7 +30,7 @@ from fast.decoder import Decoder, to_tensor  # noqa: E402
 from fast.draft_losses import RECIPES, Labels, Recipe, block_labels, block_losses  # noqa: E402
 from fast.drafters import Drafter  # noqa: E402
 from fast.paths import write_answers  # noqa: E402
-from fast.training_program import save_file, sequence_of  # noqa: E402
+from fast.training_program import sequence_of  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 DSPARK = RECIPES["dspark"]
@@ -864,6 +864,46 @@ def test_an_interrupted_run_ends_where_an_undisturbed_one_does(command, tmp_path
     assert [("held_out" in row) for row in theirs] == [True, False, False, True]
 
 
+def test_a_finished_run_that_is_resumed_reports_what_it_did(command, tmp_path, capsys):
+    example.main(command(held_out=1))
+    whole = json.loads(capsys.readouterr().out.splitlines()[-1])
+    card = (tmp_path / "drafter" / "README.md").read_text()
+    example.main(command(held_out=1, resume=True))
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == whole
+    assert (tmp_path / "drafter" / "README.md").read_text() == card
+    log = tmp_path / "drafter.steps.jsonl"
+    kept = log.read_bytes()
+    for damaged in (b"", kept[40:], b"[1]\n", b'{"tokens": 3}\n', kept.replace(b'"step": 2', b'"step": "2"')):
+        log.write_bytes(damaged)
+        with pytest.raises(SystemExit, match="no whole log of 4 steps"):
+            example.main(command(held_out=1, resume=True))
+        assert log.read_bytes() == damaged
+
+
+def test_an_out_that_is_in_use_is_refused_and_left_alone(command, folder, tmp_path, monkeypatch):
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    monkeypatch.chdir(folder)
+    for out, complaint in ((folder, "is not empty"), (".", "is not empty"), ("", "--out is empty")):
+        with pytest.raises(SystemExit, match=complaint):
+            example.main(command(out=out))
+    example.main(command(out=f"{tmp_path}/a"))
+    with pytest.raises(SystemExit, match="add --resume"):
+        example.main(command(out=f"{tmp_path}/a/"))
+    with pytest.raises(SystemExit, match="nothing to resume"):
+        example.main(command(out=tmp_path / "b", resume=True))
+    assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_too_many_held_out_are_refused_before_anything_is_written(command, tmp_path):
+    for flags, complaint in (
+        ({"held_out": 3}, "too few to hold 3 out"),
+        ({"held_out": 2, "sequences": 4}, "3 prompts"),
+    ):
+        with pytest.raises(SystemExit, match=complaint):
+            example.main(command(**flags))
+    assert not (tmp_path / "drafter.answers.jsonl").exists()
+
+
 def test_parts_are_added_to_the_same_backbone_and_tables_left_out(command, tmp_path):
     stored = {}
     for family, parts in (("dspark", None), ("dspark", "short_conv"), ("dspark", "slot_embed"), ("attention", "")):
@@ -931,8 +971,9 @@ def test_flags_that_mean_nothing_or_do_not_fit(command, capsys):
 def test_bad_commands(command, folder, tmp_path):
     with pytest.raises(SystemExit, match="there is nothing to resume"):
         example.main(command(resume=True))
+    example.main(command(out=tmp_path / "first"))
     with pytest.raises(SystemExit, match="another answer_tokens"):
-        example.main(command(answer_tokens=3))
+        example.main(command(answer_tokens=3, answers=tmp_path / "first.answers.jsonl"))
     with pytest.raises(SystemExit, match="5 prompts cannot fill a step of 6"):
         example.main(command(sequences=6))
     with pytest.raises(SystemExit, match="room for 252 tokens"):

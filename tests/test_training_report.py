@@ -56,6 +56,9 @@ def test_the_figure(log, tmp_path):
         ([{"kind": "provenance"}], "not the log of a training"),
         ([3], "not the log of a training"),
         ([], "no held-out length"),
+        ([{"step": 0, "tokens": 0, "held_out": None}], "not the log of a training"),
+        ([{"step": 0, "tokens": 1e999, "held_out": 2.0}], "not the log of a training"),
+        ([{"step": 0, "tokens": 0, "held_out": float("nan")}], "no held-out length"),
     ],
 )
 def test_files_that_are_none_are_refused(log, rows, complaint):
@@ -68,3 +71,16 @@ def test_a_missing_file_and_seeds_that_do_not_match(log, tmp_path):
         training_report.main([str(tmp_path / "none")])
     with pytest.raises(SystemExit, match="different steps"):
         training_report.main([str(log("a-1", steps(2.0, 2.5))), str(log("a-2", steps(2.0)))])
+
+
+def test_runs_of_several_folders_stay_apart_and_a_half_written_line_is_left_out(log, tmp_path):
+    for name in ("x", "y"):
+        (tmp_path / name).mkdir()
+        log(f"{name}/out", steps(2.0, 2.5))
+    paths = [tmp_path / name / "out.steps.jsonl" for name in ("x", "y")]
+    with open(paths[0], "a") as file:
+        file.write('{"step": 9, "tok')
+    assert [len(run[2]) for run in training_report.runs_of(paths).values()] == [1, 1]
+    with pytest.raises(SystemExit, match="given twice"):
+        training_report.main([str(paths[0])] * 2)
+    assert set(training_report.runs_of([log("lr1e-4x", steps(2.0)), log("lr1e3", steps(2.0))])) == {"lr1e-4x", "lr1e3"}
