@@ -17,7 +17,11 @@ from reference.serving import Serving, accepted_length_product, dependence, larg
 
 
 def drafter(sample, name):
-    """Risk = floor + gap at every slot, and exposure, over the anchors that have both (Tables 5 and 6)."""
+    """Risk = floor + gap at every slot, and exposure, over the anchors that have both (Tables 5 and 6).
+
+    The cross-fitted T1 leans high, more so the fewer paths share a predecessor, and the gap that it leaves leans low.
+    The plug-in T1 leans low, so the two shares of the gap enclose what many more paths would give.
+    """
     order, risk, floor = order_of(sample, name), sample.column("drafters", name, "risk"), floor_of(sample, name)
     both = 0 * (risk + floor)  # NaN where one of them is absent
     least, met, gap, part = sample.statistic(
@@ -32,6 +36,9 @@ def drafter(sample, name):
         own, exposure = sample.mean(own, own - risk)
         columns |= {"R self": own.value, "exposure": exposure.value, "exposure 95%": ends(exposure)}
     if order == 1:
+        fit = sample.column("order1", "fit") + both
+        least, part = sample.statistic([sample.sums(fit), sample.sums(risk + both)], lambda m: [m[0], 1 - m[0] / m[1]])
+        columns |= {"T1 plug-in": least.value, "gap / R, plug-in": part.value}
         columns["covered"] = sample.mean(sample.column("order1", "covered") + 0 * risk)[0].value
     tempered = sample.column("drafters", name, "tempered") + both
     if not np.isnan(tempered).all():
@@ -105,7 +112,7 @@ def lengths(sample):
         bound = largest_risk_from_length(float(np.clip(tau.value[0], 1, sample.gamma + 1)), sample.gamma)
         rows.append([name, *scalar(tau), product, bound, float(np.nanmax(risk))])
     columns = ["drafter", "tau", "tau 95%", "tau if independent", "bound on largest R", "largest R"]
-    return Table("accepted tokens per round, bonus token counted", columns, rows)
+    return Table("expected tokens of a round that begins at an anchor, bonus token counted", columns, rows)
 
 
 def responses(sample, name):

@@ -43,6 +43,7 @@ DEFINITIONS = {
     "per request": "mean over requests of a request's own tau",
     "tokens / rounds": "tokens of the texts, the first one too, / verify rounds",
     "macro": "mean of the tasks' values, every task alike",
+    "cut": "texts that were not finished, at the most tokens asked for or the end of the context",
     "N": "tokens that a round commits, bonus token counted",
     "tokens/s": "tokens of the finished texts / wall clock, prompts included; of one engine where several run",
     "ms/token": "milliseconds between two tokens as a request sees them: its seconds in the batch / its tokens",
@@ -156,14 +157,15 @@ def lengths(about, found, replicates):
         for i, name in enumerate(names):
             own = np.mean([mean_ratio(committed[g, i], rounds[g, i]) for g in groups])
             served = np.mean([ratio(tokens[g, i].sum(), rounds[g, i].sum()) for g in groups])
+            cut = sum(line[i]["finish"] == "length" for line, chosen in zip(rows, here, strict=True) if chosen)
             means.append([
-                name, str(task), int(here.sum()), int(rounds[here, i].sum()), cell(tau.value[i]),
+                name, str(task), int(here.sum()), cut, int(rounds[here, i].sum()), cell(tau.value[i]),
                 cell([tau.low[i], tau.high[i]]), cell(own), cell(served),
             ])  # fmt: skip
         for i, (a, b) in enumerate(pairs, start=len(names)):
             interval = cell([tau.low[i], tau.high[i]])
             differences.append([names[b], names[a], str(task), cell(tau.value[i]), interval])
-    columns = ["drafter", "task", "requests", "rounds", "tau", "tau 95%", "per request", "tokens / rounds"]
+    columns = ["drafter", "task", "requests", "cut", "rounds", "tau", "tau 95%", "per request", "tokens / rounds"]
     return (
         Table(f"Accepted length, {about}: committed tokens / rounds, bonus token counted", columns, means),
         Table(

@@ -56,9 +56,13 @@ def recovery(sample):
 
     In the divergence form, and from the one realised token of each anchor, over the cells in which the suffix has
     mass, with the median of their effective numbers of paths.
+
+    A token that a single path has recovers everything: the divergence form leans high where few paths are covered,
+    which is given for one token.
     """
+    covered = sample.column("order1", "covered")
     whole, blind, realised = (sample.column("information", n) for n in ("whole", "blind", "realised"))
-    columns, rows = ["order", "slot", "rho", "95%"], []
+    columns, rows = ["order", "slot", "rho", "95%", "covered"], []
     if "suffix1" in sample:
         columns += ["one token: rho", "one token: 95%", "cells", "median ESS"]
     for m in INFORMATION_ORDERS:
@@ -67,6 +71,7 @@ def recovery(sample):
         slots = range(m + 1, sample.gamma)
         for label, here in [*((str(k), [k]) for k in slots), *([("pooled", list(slots))] if slots else [])]:
             row = [m, label, *scalar(share(sample, part[:, here], whole[:, here], pool=True))]
+            row.append(float(sample.mean(covered[:, here])[0].value.mean()) if m == 1 else None)
             if "suffix1" in sample:
                 cells = ess[:, here][~np.isnan(won + missing + ess)[:, here]]
                 row += scalar(share(sample, won[:, here], missing[:, here], pool=True))

@@ -228,6 +228,8 @@ def test_risk_is_floor_plus_gap(rows, found, name):
         expected |= {"R self": over(term(lambda t, r, s: s, floor, risk, own))}
         expected |= {"exposure": exposure, "exposure 95%": exposure}
     if order == 1:
+        low = over(term(lambda f, t, r: f, ("order1", "fit"), floor, risk))
+        expected |= {"T1 plug-in": low, "gap / R, plug-in": combined(lambda t, r: 1 - t / r, low, met)}
         expected["covered"] = over(term(lambda c, r: c, ("order1", "covered"), risk))
     expected["R tempered only"] = over(term(lambda t, r, x: x, floor, risk, loose))
     assert_slots(found[f"drafter {name}"], rows, expected)
@@ -390,6 +392,9 @@ def test_recovery(rows, found):
             assert_column([columns[label + "rho"][i]], rows, statistic, [0])
             interval = "one token: 95%" if label else "95%"
             assert_column([columns[interval][i]], rows, statistic, [0])
+        if m == 1 and k != "pooled":
+            assert_column([columns["covered"][i]], rows, mean("order1", "covered"), [k])
+        assert m == 1 or columns["covered"][i] is None
         effective = term(lambda ess, _: ess, (f"suffix{m}", "ess"), won)
         cells = [ess for k in slots for row in rows if (ess := effective(row, k)) is not None]
         assert columns["cells"][i] == len(cells)
@@ -402,8 +407,8 @@ def test_recovery_without_realised_suffixes():
         for m in (1, 2, 4):
             row.pop(f"suffix{m}", None)
     table = tables(Sample(rows, PLAN, REPLICATES))["recovery"]
-    assert table.columns == ["order", "slot", "rho", "95%"]
-    assert {len(row) for row in table.rows} == {4}
+    assert table.columns == ["order", "slot", "rho", "95%", "covered"]
+    assert {len(row) for row in table.rows} == {5}
 
 
 def test_information(rows, found):
