@@ -31,7 +31,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for the rows that are kept in files of their own
 
-from benchmark_engine import GAMMA, overhead_row, plain_rows, random_drafter, seconds
+from benchmark_engine import GAMMA, QUESTIONS, M, overhead_row, plain_rows, random_drafter, seconds
 from benchmark_floors import barycentre_row, memory_row
 from benchmark_random import SHAPES, random_rows
 
@@ -43,13 +43,7 @@ from reference.anchor import measure_anchor
 from reference.laws import SamplingLaw
 from reference.protocol import Design
 
-M = 256
-PROMPTS = (  # one of each kind; the prefix is the chat prompt and the model's own greedy answer, cut to length
-    "Tom has 17 apples and buys 25 more. How many apples does he have? Explain step by step.",
-    "Write a Python function that returns the factorial of n, with a docstring and tests.",
-    "List the days of the week and describe each one.",
-    "I want to learn to cook. Tell me how to start, step by step, in detail.",
-)
+PREFIXES = 4  # of the questions, one of each kind, with the beginnings of the model's own greedy answers
 
 
 def main(arguments=None):
@@ -175,7 +169,7 @@ def walk_row(folder, dtype, length, peer, seed):
 def prefixes(folder, length):
     """The prompts with the beginning of their greedy answers, as far as those are long enough."""
     text, target = Text.from_folder(folder), fast.Decoder.load(folder)
-    for prompt in PROMPTS:
+    for prompt in QUESTIONS[:PREFIXES]:
         tokens = text.chat([{"role": "user", "content": prompt}])
         if len(tokens) >= length:
             continue

@@ -23,7 +23,7 @@ from models.drafter_config import DrafterConfig
 from models.text import Text
 from reference.laws import SamplingLaw
 
-GREEDY, GAMMA = SamplingLaw(0), 7
+GREEDY, M, GAMMA = SamplingLaw(0), 256, 7  # M and gamma of every row of the benchmark
 TIE = 5e-3  # difference of logits that float32 sums in another order may turn round
 QUESTIONS = (
     "Tom has 17 apples and buys 25 more. How many apples does he have? Explain step by step.",

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from benchmark_engine import GAMMA, seconds
+from benchmark_engine import GAMMA, M, seconds
 
 import fast
 from models import toy
 from reference.anchor import measure_anchor
 from reference.protocol import Design
 
-M, VOCABULARY, DISTINCT = 256, 151_936, 64
+VOCABULARY, DISTINCT = 151_936, 64
 
 
 def barycentre_row(seed):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from benchmark_engine import GAMMA, random_drafter, random_tensors, seconds
+from benchmark_engine import GAMMA, M, random_drafter, random_tensors, seconds
 
 import fast
 from fast.engine import Engine, Request
@@ -18,7 +18,6 @@ from models.config import DecoderConfig
 from reference.anchor import measure_anchor
 from reference.protocol import Design
 
-M = 256
 SHAPES = {
     "qwen3-4b": dict(
         vocab_size=151_936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,

@@ -184,6 +184,7 @@ def markov_of(config):
 
 
 def selector_of(config):
+    """The keys of a DFlash2 selector, none for other families."""
     if config.family != "dflash2":
         return {}
     return {
@@ -260,10 +261,12 @@ def serve_command(options, new, config):
 
 
 def read_json(folder):
+    """A folder's config.json as it is stored."""
     return json.loads((Path(folder) / "config.json").read_bytes())
 
 
 def parse(arguments):
+    """The command line."""
     title, _, about = __doc__.partition("\n\n")
     parser = argparse.ArgumentParser(
         description=title, epilog=about, formatter_class=argparse.RawDescriptionHelpFormatter

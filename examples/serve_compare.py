@@ -189,6 +189,7 @@ def default_out(options, provenance):
 
 
 def parse(arguments):
+    """The command line."""
     title, _, about = __doc__.partition("\n\n")
     parser = ArgumentParser(description=title, epilog=about, formatter_class=RawDescriptionHelpFormatter)
     parser.set_defaults(anchors_from=None)

@@ -120,6 +120,7 @@ def mask_id(options, target, text):
 
 
 def parse(arguments):
+    """The command line."""
     parser = program.new_parser(__doc__, SIZES)
     add = parser.add_argument
     add("--family", required=True, choices=tuple(RANKS))

@@ -17,7 +17,6 @@ import argparse
 import hashlib
 import json
 import math
-import os
 import platform
 import sys
 import time
@@ -34,6 +33,7 @@ from tqdm import tqdm
 
 from fast.decoder import Decoder
 from fast.devices import hardware
+from fast.training import write_atomically
 from models import corpus
 from models.config import DecoderConfig
 
@@ -241,7 +241,7 @@ class Trainer:
         """Write the whole training state, or leave the one before it untouched."""
         numbers = {"step": self.step, "seconds": self.seconds, "loss": self.loss, "identity": self.identity}
         state = numbers | {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        replace(path, lambda temporary: torch.save(state, temporary))
+        write_atomically(path, lambda temporary: torch.save(state, temporary))
 
     def restore(self, path):
         """Continue from a saved state; refused where it belongs to another run."""
@@ -308,15 +308,9 @@ def bits_per_byte(model, ids, starts, sizes, most):
 # Files
 
 
-def replace(path, write_to):
-    """Write a file under a temporary name, then rename it: whoever looks finds the old one or the new one, whole."""
-    temporary = path.with_name(f"{path.name}.partial")
-    write_to(temporary)
-    os.replace(temporary, path)
-
-
 def write(path, data):
-    replace(path, lambda temporary: temporary.write_bytes(data))
+    """Write bytes, all or none of them."""
+    write_atomically(path, lambda temporary: temporary.write_bytes(data))
 
 
 def export(model, folder, text):
@@ -337,7 +331,7 @@ def export(model, folder, text):
     }
     for name, content in settings.items():
         write(folder / name, f"{json.dumps(content, indent=2)}\n".encode())
-    replace(folder / "model.safetensors", lambda path: save_file(weights, path, {"format": "pt"}))
+    write_atomically(folder / "model.safetensors", lambda path: save_file(weights, path, {"format": "pt"}))
     write(folder / "README.md", text.encode())
 
 
@@ -387,6 +381,7 @@ model.
 
 
 def parse(arguments):
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", required=True, help="the model's folder; the training state is OUT.checkpoint")
     parser.add_argument("--minutes", type=float, default=100, help="length of the training by the clock")

@@ -59,6 +59,7 @@ class Packed(nn.Module):
         return cls(torch.cat([part.weight for part in maps]), bias)
 
     def forward(self, x):
+        """[n, in] -> [n, out of all maps]; RuntimeError where a gradient should flow."""
         if torch.is_grad_enabled() and x.requires_grad:
             raise RuntimeError("a packed decoder passes no gradients on: make the Decoder without `pack`")
         rows = x.shape[0]

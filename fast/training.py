@@ -168,7 +168,8 @@ class Trainer:
         drafter, c = self.drafter, self.drafter.config
         labels = block_labels(*sequence, anchors, c.block_size, c.in_place)
         places, of_row = np.unique(np.maximum(labels.places - 1, 0), return_inverse=True)  # blocks overlap
-        teacher_logits = self.target.read_out(hidden[torch.from_numpy(places)])[torch.from_numpy(of_row)]
+        of_row = torch.from_numpy(of_row.reshape(labels.places.shape))  # flat before NumPy 2
+        teacher_logits = self.target.read_out(hidden[torch.from_numpy(places)])[of_row]
         with torch.autocast(drafter.device.type, self.autocast, enabled=self.autocast is not None):
             blocks, selector = drafter.forward_blocks(features, sequence.tokens, anchors), None
             before = torch.from_numpy(sequence.tokens[np.maximum(labels.places - 1, anchors[:, None])])

@@ -35,6 +35,7 @@ from models.text import Text, builtin_prompts, read_prompts
 from reference.laws import SamplingLaw
 from reference.program import commit, sha, versions
 from reference.records import RecordFile, read
+from reference.shared_records import ranks
 
 ANSWERS_AT_ONCE, ANSWER_SEED = 16, 0
 HELD_OUT_ANCHORS = 16  # of a held-out answer
@@ -169,7 +170,7 @@ def check(options):
 def join(options):
     """Join the processes that torchrun started, if it did, and fill in where to run: (rank, number of processes)."""
     options.device, options.dtype = placement(options.device, options.dtype)
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not distributed.is_initialized():
+    if ranks()[1] > 1 and not distributed.is_initialized():
         backend = "gloo" if options.device == "cpu" else "nccl"
         distributed.init_process_group(backend, timeout=timedelta(days=30))  # the others wait for the answers
     return training.place()

@@ -60,7 +60,7 @@ def recovery(sample):
     A token that a single path has recovers everything: the divergence form leans high where few paths are covered,
     which is given for one token.
     """
-    covered = sample.column("order1", "covered")
+    covered = sample.mean(sample.column("order1", "covered"))[0].value
     whole, blind, realised = (sample.column("information", n) for n in ("whole", "blind", "realised"))
     columns, rows = ["order", "slot", "rho", "95%", "covered"], []
     if "suffix1" in sample:
@@ -71,7 +71,7 @@ def recovery(sample):
         slots = range(m + 1, sample.gamma)
         for label, here in [*((str(k), [k]) for k in slots), *([("pooled", list(slots))] if slots else [])]:
             row = [m, label, *scalar(share(sample, part[:, here], whole[:, here], pool=True))]
-            row.append(float(sample.mean(covered[:, here])[0].value.mean()) if m == 1 else None)
+            row.append(float(covered[here].mean()) if m == 1 else None)
             if "suffix1" in sample:
                 cells = ess[:, here][~np.isnan(won + missing + ess)[:, here]]
                 row += scalar(share(sample, won[:, here], missing[:, here], pool=True))
