@@ -5,6 +5,7 @@ the same resampled prompts for all its parts, in every replicate, so that differ
 of their own.  Tests: `tests/test_tables.py`.
 """
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -127,6 +128,11 @@ def ends(interval):
 def scalar(interval):
     """(value, [low, high]) of a statistic that is a single number."""
     return cell(interval.value[0]), cell(ends(interval)[0])
+
+
+def without_seed(name):
+    """A run's name without a last number behind a dash or underscore, which says which of several seeds it is."""
+    return re.sub(r"[-_]\d+$", "", name)
 
 
 def cell(value):

@@ -1,6 +1,6 @@
 """What serving costs with and without a drafter, from the records of finished requests alone - no model needed.
 
-    python -m reference.serving_report RECORDS.jsonl [--plot SURVIVAL.png]
+    python -m reference.serving_report RECORDS.jsonl [--seeds] [--plot SURVIVAL.png]
 
 A row is one request, in one cell: a drafter ("plain" for decoding without one), a temperature, so many requests side by
 side, a task.  The requests of a cell run as one batch that is refilled as they end.  A row carries the seconds since
@@ -17,7 +17,9 @@ once is in the row and in the report's heading, for on shared hardware they slow
 
 pooled over the rounds of a task; "macro" is the mean of the tasks' tau, "pooled" that of all rounds together.  Others
 report the mean over requests of the same ratio, or count the first token too (tokens / rounds); both stand beside it.
-Drafters are compared on the same prompts, and intervals resample the prompts of all drafters at once.
+Drafters are compared on the same prompts, and intervals resample the prompts of all drafters at once.  With --seeds
+drafters whose names differ only in a last number behind a dash are seeds of one training: tau is then the mean of
+theirs, with the smallest and the largest, rounds are counted together, and differences are paired seed by seed.
 
 Tests: `tests/test_serve_compare.py`.
 """
@@ -33,7 +35,7 @@ import numpy as np
 
 from reference.records import RecordError, key_of, read
 from reference.report import check_plot
-from reference.sample import Table, cell
+from reference.sample import Table, cell, without_seed
 from reference.stats import prompt_bootstrap
 
 PLAIN, MACRO, POOLED = "plain", "macro", "pooled"
@@ -43,6 +45,7 @@ DEFINITIONS = {
     "per request": "mean over requests of a request's own tau",
     "tokens / rounds": "tokens of the texts, the first one too, / verify rounds",
     "macro": "mean of the tasks' values, every task alike",
+    "seeds": "smallest and largest of the seeds' own values, where a row is the mean of several",
     "cut": "texts that were not finished, at the most tokens asked for or the end of the context",
     "N": "tokens that a round commits, bonus token counted",
     "tokens/s": "tokens of the finished texts / wall clock, prompts included; of one engine where several run",
@@ -69,10 +72,10 @@ def request_row(drafter, temperature, concurrency, prompt, completion, wall, par
     }  # fmt: skip
 
 
-def summarise(provenance, rows, *, replicates=10_000):
+def summarise(provenance, rows, *, seeds=False, replicates=10_000):
     """Every number of the report as one JSON-able dict: {"provenance", "definitions", "requests", "engines", "tables"}.
 
-    Args: provenance and rows, as `records.read` returns them.
+    Args: provenance and rows, as `records.read` returns them; seeds, drafters NAME-1, NAME-2 ... are reported together.
     Raises: RecordError if there is no request, one stands there twice, or the rows are not those of one run.
     """
     try:
@@ -86,10 +89,10 @@ def summarise(provenance, rows, *, replicates=10_000):
             about, first = f"temperature {temperature:g}", by_concurrency[min(by_concurrency)]
             drafters = {name: mine for name, mine in first.items() if name != PLAIN}
             if drafters:
-                tables[f"tau, {about}"], differences = lengths(about, drafters, replicates)
+                tables[f"tau, {about}"], differences = lengths(about, drafters, seeds, replicates)
                 if differences.rows:
                     tables[f"differences, {about}"] = differences
-                tables[f"survival, {about}"], tables[f"accepted, {about}"] = histograms(about, drafters)
+                tables[f"survival, {about}"], tables[f"accepted, {about}"] = histograms(about, drafters, seeds)
             tables[f"speed, {about}"] = speed(about, by_concurrency)
     except RecordError:
         raise
@@ -129,22 +132,31 @@ def counts(row):
     return sum(n * times for *_, n, times in row["rounds"]), sum(times for *_, times in row["rounds"])
 
 
-def lengths(about, found, replicates):
+def runs_of(names, seeds):
+    """{run: places of its drafters among the names}: every drafter is one, or all seeds of a training are."""
+    runs: dict = {}
+    for i, name in enumerate(names):
+        runs.setdefault(without_seed(name) if seeds else name, []).append(i)
+    return runs
+
+
+def lengths(about, found, seeds, replicates):
     """Tables of tau by drafter and task, and of its differences between drafters on the same prompts.
 
-    Args: about, the conditions; found, {drafter: {prompt: row}}.
+    Args: about, the conditions; found, {drafter: {prompt: row}}; seeds, as for `summarise`.
     """
-    names, (prompts, tasks) = list(found), shared(found)
+    runs, (prompts, tasks) = runs_of(found, seeds), shared(found)
     if not len(prompts):
         raise RecordError("no prompt is served by all drafters yet; let the run finish")
-    rows = [[found[name][prompt] for name in names] for prompt in prompts]
+    rows = [[mine[prompt] for mine in found.values()] for prompt in prompts]
     committed, rounds = np.moveaxis(np.array([[counts(row) for row in line] for line in rows], dtype=float), 2, 0)
     tokens = np.array([[row["tokens"] for row in line] for line in rows], dtype=float)
-    pairs = list(combinations(range(len(names)), 2))
+    pairs = list(combinations(runs, 2))
 
-    def paired(ratios):  # [replicates + 1, tasks, drafters]
+    def paired(ratios):  # [replicates + 1, tasks, drafters] -> [replicates + 1, runs and pairs of them]
         tau = ratios.mean(axis=1)
-        return np.concatenate([tau, *(tau[:, [b]] - tau[:, [a]] for a, b in pairs)], axis=1)
+        means = {name: tau[:, own].mean(axis=1) for name, own in runs.items()}
+        return np.stack([*means.values(), *(means[b] - means[a] for a, b in pairs)], axis=1)
 
     means, differences = [], []
     for task in [*dict.fromkeys(tasks), MACRO, POOLED]:
@@ -154,34 +166,54 @@ def lengths(about, found, replicates):
             committed[here], rounds[here], prompts[here], strata=strata, combine=paired, replicates=replicates
         )
         groups = [tasks == name for name in dict.fromkeys(tasks)] if task == MACRO else [here]
-        for i, name in enumerate(names):
-            own = np.mean([mean_ratio(committed[g, i], rounds[g, i]) for g in groups])
-            served = np.mean([ratio(tokens[g, i].sum(), rounds[g, i].sum()) for g in groups])
-            cut = sum(line[i]["finish"] == "length" for line, chosen in zip(rows, here, strict=True) if chosen)
+
+        def mean(numerator, drafter, how, groups=groups):
+            return float(np.mean([how(numerator[g, drafter], rounds[g, drafter]) for g in groups]))
+
+        own = np.array([mean(committed, i, sum_ratio) for i in range(len(found))])
+        for i, (name, places) in enumerate(runs.items()):
+            cut = sum(line[p]["finish"] == "length" for line, chosen in zip(rows, here, strict=True) if chosen
+                      for p in places)  # fmt: skip
             means.append([
-                name, str(task), int(here.sum()), cut, int(rounds[here, i].sum()), cell(tau.value[i]),
-                cell([tau.low[i], tau.high[i]]), cell(own), cell(served),
+                name, str(task), int(here.sum()) * len(places), cut, int(rounds[here][:, places].sum()),
+                cell(tau.value[i]), cell([tau.low[i], tau.high[i]]), *spread(own[places], seeds),
+                *(cell(np.mean([mean(n, p, how) for p in places]))
+                  for n, how in ((committed, mean_ratio), (tokens, sum_ratio))),
             ])  # fmt: skip
-        for i, (a, b) in enumerate(pairs, start=len(names)):
+        for i, (a, b) in enumerate(pairs, start=len(runs)):
+            matched = len(runs[a]) == len(runs[b]) or 1 in (len(runs[a]), len(runs[b]))
+            each = own[runs[b]] - own[runs[a]] if matched else []
             interval = cell([tau.low[i], tau.high[i]])
-            differences.append([names[b], names[a], str(task), cell(tau.value[i]), interval])
-    columns = ["drafter", "task", "requests", "cut", "rounds", "tau", "tau 95%", "per request", "tokens / rounds"]
+            differences.append([b, a, str(task), cell(tau.value[i]), interval, *spread(each, seeds)])
+    columns = ["drafter", "task", "requests", "cut", "rounds", "tau", "tau 95%"]
+    of_seeds = ["seeds"] if seeds else []
     return (
-        Table(f"Accepted length, {about}: committed tokens / rounds, bonus token counted", columns, means),
+        Table(
+            f"Accepted length, {about}: committed tokens / rounds, bonus token counted",
+            [*columns, *of_seeds, "per request", "tokens / rounds"],
+            means,
+        ),
         Table(
             f"Difference of tau on the same prompts, {about}",
-            ["drafter", "less", "task", "difference", "difference 95%"],
+            ["drafter", "less", "task", "difference", "difference 95%", *of_seeds],
             differences,
         ),
     )
 
 
-def histograms(about, found):
+def spread(values, seeds):
+    """[[smallest, largest]] of the seeds' values where they are asked for, [None] if there are none, else []."""
+    if not seeds:
+        return []
+    return [cell([float(np.min(values)), float(np.max(values))]) if len(values) else None]
+
+
+def histograms(about, found, seeds):
     """Tables over all rounds of each drafter: Pr(N >= t), which sums to tau; shares of rounds by accepted drafts."""
-    prompts, _ = shared(found)
+    runs, (prompts, _), every = runs_of(found, seeds), shared(found), list(found.values())
     rounds = [
-        np.array([kind for prompt in prompts for kind in mine[prompt]["rounds"]], dtype=np.int64).reshape(-1, 4)
-        for mine in found.values()
+        np.array([k for p in prompts for i in own for k in every[i][p]["rounds"]], dtype=np.int64).reshape(-1, 4)
+        for own in runs.values()
     ]
     longest = max(kinds[:, 2].max(initial=1) for kinds in rounds)
     accepted, committed = (
@@ -197,7 +229,7 @@ def histograms(about, found):
     ):
         start = int(column == "t")
         shares = [[cell(ratio(n, t)) for n, t in zip(line, total, strict=True)] for line in values]
-        tables.append(Table(title, [column, *found], [[i, *shares[i]] for i in range(start, longest + 1)]))
+        tables.append(Table(title, [column, *runs], [[i, *shares[i]] for i in range(start, longest + 1)]))
     return tables
 
 
@@ -239,6 +271,11 @@ def throughput(rows):
 def ratio(numerator, denominator):
     """Their ratio, NaN unless the denominator is positive."""
     return numerator / denominator if denominator > 0 else float("nan")
+
+
+def sum_ratio(numerator, denominator):
+    """Ratio of the sums of two arrays."""
+    return ratio(numerator.sum(), denominator.sum())
 
 
 def mean_ratio(numerator, denominator):
@@ -288,10 +325,11 @@ def main(arguments=None):
     """Print the tables and the JSON document of a record file; see the module's docstring."""
     parser = argparse.ArgumentParser(prog="python -m reference.serving_report", description="Report a serving run.")
     parser.add_argument("records", type=Path)
+    parser.add_argument("--seeds", action="store_true", help="report NAME-1, NAME-2 ... together, as seeds of one run")
     parser.add_argument("--plot", type=Path, help="write the survival curves to this image file")
     options = parser.parse_args(arguments)
     try:
-        summary = summarise(*read(options.records))
+        summary = summarise(*read(options.records), seeds=options.seeds)
         print(table(summary))
         if options.plot:
             plot(summary, options.plot)

@@ -12,7 +12,6 @@ Tests: `tests/test_training_report.py`.
 
 import argparse
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -20,7 +19,7 @@ import numpy as np
 
 from reference.records import RecordError
 from reference.report import check_plot
-from reference.sample import Table
+from reference.sample import Table, without_seed
 
 
 def read_log(path):
@@ -49,7 +48,7 @@ def runs_of(paths):
     folders = len({Path(path).parent for path in paths}) > 1
     for path in map(Path, paths):
         stem = path.name.removesuffix(".jsonl").removesuffix(".steps")
-        name = re.sub(r"[-_]\d+$", "", stem)
+        name = without_seed(stem)
         found.setdefault(f"{path.parent}/{name}" if folders else name, []).append(read_log(path))
     for name, logs in found.items():
         if len({tuple(steps) for steps, *_ in logs}) > 1:

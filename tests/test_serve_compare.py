@@ -140,6 +140,41 @@ def test_the_tables_belong_together(rows, random):
     assert again["tables"]["survival, temperature 0"] == summary["tables"]["survival, temperature 0"]
 
 
+def test_seeds_are_reported_together():
+    """A run of two seeds: mean of their tau, their range, differences seed by seed, rounds counted together."""
+    random, rows = np.random.default_rng(1), []
+    for i in range(8):
+        prompt, lengths = f"{'xy'[i % 2]}{i}", random.integers(1, 5, (4, 1 + i))
+        for name, some in zip(("a-1", "a-2", "b-1", "b-2"), lengths, strict=True):
+            rows.append(row_of(name, prompt, [(4, n - 1, n + (name[0] == "b")) for n in some]))
+        rows.append(row_of("old", prompt, [(4, 1, 2)]))
+    each, both = (summarise({}, rows, seeds=seeds, replicates=50) for seeds in (False, True))
+    tau, of_seeds = (columns_of(s, "tau, temperature 0", ("drafter", "task")) for s in (each, both))
+    pairs = columns_of(both, "differences, temperature 0", ("drafter", "less", "task"))
+    assert {run for run, _ in of_seeds} == {"a", "b", "old"}
+    for task in ("x", "y", "macro", "pooled"):
+        for column in ("tau", "per request", "tokens / rounds"):
+            own = {name: tau[name, task][column] for name in ("a-1", "a-2", "b-1", "b-2", "old")}
+            for run in "ab":
+                assert_agree(of_seeds[run, task][column], (own[f"{run}-1"] + own[f"{run}-2"]) / 2, "float64")
+            if column == "tau":
+                assert_agree(of_seeds["b", task]["seeds"], sorted([own["b-1"], own["b-2"]]), "float64")
+                found = sorted([own["b-1"] - own["a-1"], own["b-2"] - own["a-2"]])
+                assert_agree(pairs["b", "a", task]["seeds"], found, "float64")
+                assert_agree(pairs["b", "a", task]["difference"], float(np.mean(found)), "float64")
+                found = sorted([2.0 - own["a-1"], 2.0 - own["a-2"]])
+                assert_agree(pairs["old", "a", task]["seeds"], found, "float64")
+        for column in ("requests", "rounds", "cut"):
+            assert of_seeds["a", task][column] == tau["a-1", task][column] + tau["a-2", task][column]
+    rounds = [tau[name, "pooled"]["rounds"] for name in ("a-1", "a-2")]
+    for name in ("survival", "accepted"):
+        for line, (t, a, *_) in zip(
+            *(s["tables"][f"{name}, temperature 0"]["rows"] for s in (each, both)), strict=True
+        ):
+            assert line[0] == t
+            assert_agree(a, float(np.average(line[1:3], weights=rounds)), "float64")
+
+
 def test_drafters_are_resampled_together():
     """One commits a token more in every round of every prompt: the difference is 1 in every replicate."""
     random, rows = np.random.default_rng(0), []
