@@ -1,4 +1,4 @@
-"""How fast are the walk, the floors and the engine, beside what one would write without this project?
+"""How fast are the walk, the floors, the engine and training, beside what one would write without this project?
 
     python examples/benchmark.py --target ID_OR_FOLDER                       # all rows
     python examples/benchmark.py --target ID_OR_FOLDER --only engine --threads 1
@@ -13,6 +13,8 @@ Every ratio is taken in turn in this process, on this machine, and only after bo
     floors    the barycentre, against sorting every column of all M rows; the peak memory of one anchor
               (`benchmark_floors.py`); what a random drafter adds to an anchor
     engine    plain decoding against `generate`, and the share of a round outside the models (`benchmark_engine.py`)
+    training  time and peak memory of a D-REAL step of the tiny drafters, against a step of their first objective on the
+              same anchors (`benchmark_training.py`); on the tiny target whatever --target says
 
 `--random-weights` gives times of an anchor by phase, and decoding against the memory's bandwidth
 (`benchmark_random.py`).  Needs the `test` extra (transformers).  Takes about 20 minutes on two cores; nothing else
@@ -34,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # for the rows that ar
 from benchmark_engine import GAMMA, QUESTIONS, M, overhead_row, plain_rows, random_drafter, seconds
 from benchmark_floors import barycentre_row, memory_row
 from benchmark_random import SHAPES, random_rows
+from benchmark_training import training_rows
 
 import fast
 from models.checkpoint import locate
@@ -52,7 +55,7 @@ def main(arguments=None):
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--target", metavar="ID_OR_FOLDER")
     which.add_argument("--random-weights", choices=SHAPES, help="of this shape, made on the device")
-    parser.add_argument("--only", choices=("walk", "floors", "engine"), help="of the rows of a target")
+    parser.add_argument("--only", choices=("walk", "floors", "engine", "training"), help="of the rows of a target")
     parser.add_argument("--device", default="auto", help="of the rows of random weights: cpu, cuda or cuda:N")
     parser.add_argument("--dtype", default="auto", help="of the rows of random weights")
     parser.add_argument("--threads", type=int, help="of both sides (PyTorch's choice)")
@@ -100,6 +103,8 @@ def rows_of(options, device, dtype):
         yield barycentre_row(options.seed)
         yield memory_row()
         yield drafter_row(folder, options.seed)
+    if options.only in (None, "training"):
+        yield from training_rows(options.seed)
     if options.only in (None, "walk"):
         for dtype, length, peer in (
             ("float32", 55, repeat_cache),

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from examples import benchmark, benchmark_engine, benchmark_random  # noqa: E402
+from examples import benchmark, benchmark_engine, benchmark_random, benchmark_training  # noqa: E402
 
 
 def test_random_weights_on_a_cpu(capsys):
@@ -48,3 +48,21 @@ def test_texts_that_differ_are_not_timed(monkeypatch):
     monkeypatch.setattr(benchmark_engine, "generate", lambda model, prompts, count: [[least, *mine[1:]]])
     with pytest.raises(SystemExit, match="differ at token 0"):
         benchmark_engine.plain_row(target, None, prompts, 4, 1)
+
+
+@pytest.fixture
+def few_steps(monkeypatch):
+    sizes = {"DRAFTERS": ("tiny/dflash",), "ANSWERS": 8, "ANSWER_TOKENS": 12, "ANCHORS": 4, "STEPS": 1}
+    for name, size in sizes.items():
+        monkeypatch.setattr(benchmark_training, name, size)
+
+
+def test_a_training_step_against_another(few_steps, monkeypatch):
+    monkeypatch.setattr(benchmark_training, "peak_of", lambda *_: 2.0)
+    (row,) = benchmark_training.training_rows(0)
+    assert row["cost"] > 0 and 0 < row["reused"] <= 1 and row["memory"] == 1
+
+
+def test_the_memory_of_training_steps(few_steps, capsys):
+    benchmark_training.measure("dreal", "tiny/dflash", 0, torch.get_num_threads())
+    assert json.loads(capsys.readouterr().out) >= 0
