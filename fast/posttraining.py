@@ -270,19 +270,24 @@ def grow_suffixes(target, memory, ends, drafts, starts, lengths):
 
 
 @torch.no_grad()
-def expected_length(target, drafter, sequences, anchors, seed):
-    """Tokens per round at temperature 1, 1 + J, bonus token counted, over up to `anchors` anchors of each sequence.
+def drafted_length(target, drafter, sequence, anchors, seed):
+    """Blocks drafted behind up to `anchors` anchors of a sequence: (sum of their 1 + J, how many).
 
-    The same seed gives the same anchors and uniforms, so two drafters are compared on the same blocks.
+    1 + J is the expected number of tokens of a round at temperature 1, the bonus token counted, given the drafts.  The
+    same seed, a sequence of int, gives the same anchors and uniforms, so two drafters are compared on the same blocks.
     """
-    length = blocks = 0
-    for i, sequence in enumerate(sequences):
-        some = training.draw_anchors(sequence.supervised, anchors, np.random.default_rng([seed, i]))
-        uniforms = np.random.default_rng([seed, i, DRAWS]).random((len(some), drafter.gamma))
-        reading = read_sequence(target, sequence.tokens, drafter.taps)
-        found = round_losses(OnlineRecipe(), target, drafter, sequence.tokens, some, uniforms, reading)
-        length, blocks = length + float(found.length), blocks + int(found.blocks)
-    return length / blocks
+    some = training.draw_anchors(sequence.supervised, anchors, np.random.default_rng(seed))
+    uniforms = np.random.default_rng([*seed, DRAWS]).random((len(some), drafter.gamma))
+    reading = read_sequence(target, sequence.tokens, drafter.taps)
+    found = round_losses(OnlineRecipe(), target, drafter, sequence.tokens, some, uniforms, reading)
+    return float(found.length), int(found.blocks)
+
+
+def expected_length(target, drafter, sequences, anchors, seed):
+    """Mean of 1 + J over the blocks of all sequences: see `drafted_length`."""
+    found = [drafted_length(target, drafter, sequence, anchors, [seed, i]) for i, sequence in enumerate(sequences)]
+    length, blocks = np.sum(found, axis=0)
+    return float(length / blocks)
 
 
 class OnlineTrainer(training.Trainer):

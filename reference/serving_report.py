@@ -145,12 +145,41 @@ def lengths(about, found, seeds, replicates):
 
     Args: about, the conditions; found, {drafter: {prompt: row}}; seeds, as for `summarise`.
     """
-    runs, (prompts, tasks) = runs_of(found, seeds), shared(found)
+    prompts, tasks = shared(found)
     if not len(prompts):
         raise RecordError("no prompt is served by all drafters yet; let the run finish")
     rows = [[mine[prompt] for mine in found.values()] for prompt in prompts]
     committed, rounds = np.moveaxis(np.array([[counts(row) for row in line] for line in rows], dtype=float), 2, 0)
     tokens = np.array([[row["tokens"] for row in line] for line in rows], dtype=float)
+    cut = np.array([[row["finish"] == "length" for row in line] for line in rows])
+    titles = (
+        f"Accepted length, {about}: committed tokens / rounds, bonus token counted",
+        f"Difference of tau on the same prompts, {about}",
+    )
+    means, differences = tau_tables(titles, list(found), prompts, tasks, committed, rounds, seeds, replicates)
+    groups, runs, table = groups_of(tasks), runs_of(found, seeds), []
+    for line in means.rows:
+        chosen = [(mask, i) for i in runs[line[0]] for mask in groups[line[1]]]
+        own = np.mean([mean_ratio(committed[at], rounds[at]) for at in chosen])
+        served = np.mean([sum_ratio(tokens[at], rounds[at]) for at in chosen])
+        table.append([*line[:3], int(sum(cut[at].sum() for at in chosen)), *line[3:], cell(own), cell(served)])
+    columns = [*means.columns[:3], "cut", *means.columns[3:], "per request", "tokens / rounds"]
+    return Table(means.title, columns, table), differences
+
+
+def groups_of(tasks):
+    """{task, or the name of a mean over them: masks of the prompts whose ratios it averages}."""
+    each = {str(name): [tasks == name] for name in dict.fromkeys(tasks)}
+    return each | {MACRO: [mask for (mask,) in each.values()], POOLED: [np.ones(len(tasks), dtype=bool)]}
+
+
+def tau_tables(titles, names, prompts, tasks, committed, rounds, seeds, replicates):
+    """Tables of tau and of its differences between drafters on the same prompts, by task.
+
+    Args: titles of the two; names of D drafters; prompts and tasks, labels [N]; committed and rounds [N, D]; seeds, as
+        for `summarise`.
+    """
+    runs, means, differences = runs_of(names, seeds), [], []
     pairs = list(combinations(runs, 2))
 
     def paired(ratios):  # [replicates + 1, tasks, drafters] -> [replicates + 1, runs and pairs of them]
@@ -158,46 +187,29 @@ def lengths(about, found, seeds, replicates):
         means = {name: tau[:, own].mean(axis=1) for name, own in runs.items()}
         return np.stack([*means.values(), *(means[b] - means[a] for a, b in pairs)], axis=1)
 
-    means, differences = [], []
-    for task in [*dict.fromkeys(tasks), MACRO, POOLED]:
-        here = np.ones(len(tasks), dtype=bool) if task in (MACRO, POOLED) else tasks == task
-        strata = tasks[here] if task == MACRO else None
+    for task, groups in groups_of(tasks).items():
+        here = np.any(groups, axis=0)
         tau = prompt_bootstrap(
-            committed[here], rounds[here], prompts[here], strata=strata, combine=paired, replicates=replicates
-        )
-        groups = [tasks == name for name in dict.fromkeys(tasks)] if task == MACRO else [here]
-
-        def mean(numerator, drafter, how, groups=groups):
-            return float(np.mean([how(numerator[g, drafter], rounds[g, drafter]) for g in groups]))
-
-        own = np.array([mean(committed, i, sum_ratio) for i in range(len(found))])
+            committed[here], rounds[here], prompts[here], strata=tasks[here] if task == MACRO else None, combine=paired,
+            replicates=replicates,
+        )  # fmt: skip
+        own = np.array([
+            np.mean([sum_ratio(committed[g, i], rounds[g, i]) for g in groups]) for i in range(len(names))
+        ])  # fmt: skip
         for i, (name, places) in enumerate(runs.items()):
-            cut = sum(line[p]["finish"] == "length" for line, chosen in zip(rows, here, strict=True) if chosen
-                      for p in places)  # fmt: skip
             means.append([
-                name, str(task), int(here.sum()) * len(places), cut, int(rounds[here][:, places].sum()),
-                cell(tau.value[i]), cell([tau.low[i], tau.high[i]]), *spread(own[places], seeds),
-                *(cell(np.mean([mean(n, p, how) for p in places]))
-                  for n, how in ((committed, mean_ratio), (tokens, sum_ratio))),
+                name, task, int(here.sum()) * len(places), int(rounds[here][:, places].sum()), cell(tau.value[i]),
+                cell([tau.low[i], tau.high[i]]), *spread(own[places], seeds),
             ])  # fmt: skip
         for i, (a, b) in enumerate(pairs, start=len(runs)):
             matched = len(runs[a]) == len(runs[b]) or 1 in (len(runs[a]), len(runs[b]))
             each = own[runs[b]] - own[runs[a]] if matched else []
             interval = cell([tau.low[i], tau.high[i]])
-            differences.append([b, a, str(task), cell(tau.value[i]), interval, *spread(each, seeds)])
-    columns = ["drafter", "task", "requests", "cut", "rounds", "tau", "tau 95%"]
+            differences.append([b, a, task, cell(tau.value[i]), interval, *spread(each, seeds)])
     of_seeds = ["seeds"] if seeds else []
     return (
-        Table(
-            f"Accepted length, {about}: committed tokens / rounds, bonus token counted",
-            [*columns, *of_seeds, "per request", "tokens / rounds"],
-            means,
-        ),
-        Table(
-            f"Difference of tau on the same prompts, {about}",
-            ["drafter", "less", "task", "difference", "difference 95%", *of_seeds],
-            differences,
-        ),
+        Table(titles[0], ["drafter", "task", "requests", "rounds", "tau", "tau 95%", *of_seeds], means),
+        Table(titles[1], ["drafter", "less", "task", "difference", "difference 95%", *of_seeds], differences),
     )
 
 

@@ -1,6 +1,7 @@
 """D-REAL through whole networks: slopes against enumeration, the target's online rows against plain forwards."""
 
 import json
+import shutil
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -21,8 +22,8 @@ tokenizers = pytest.importorskip("tokenizers")
 
 from safetensors.torch import save_file  # noqa: E402
 
+from examples import drafted_length, train_drafter  # noqa: E402
 from examples import dreal_posttrain as example  # noqa: E402
-from examples import train_drafter  # noqa: E402
 from fast import posttraining, training, training_program  # noqa: E402
 from fast.decoder import Decoder  # noqa: E402
 from fast.distance import overlap  # noqa: E402
@@ -616,6 +617,53 @@ def test_bad_commands(command, folders, tmp_path):
         example.main(command(drafter=folders / "target"))
     with pytest.raises(SystemExit):
         example.main(command(objective="ce"))
+
+
+# Comparing drafters on the same blocks
+
+
+def test_drafted_lengths_are_recorded_resumed_and_compared(folders, tmp_path, monkeypatch, capsys):
+    target, prompts, out = folders / "target", folders / "prompts.jsonl", tmp_path / "drafted.jsonl"
+    for seed in (1, 2):  # a training of two seeds that changed nothing
+        shutil.copytree(folders / "drafter", tmp_path / f"same-{seed}")
+    raw, model = raw_config("dspark", slots=4, vocab_size=48), Decoder.load(target)
+    other = random_drafter("dspark", model, torch.float32, 0.5, slots=4)
+    training_program.write_drafter(tmp_path / "other", raw, other)
+    drafters = [folders / "drafter", tmp_path / "same-1", tmp_path / "same-2", tmp_path / "other"]
+    arguments = ["--target", target, "--prompts", prompts, "--answer-tokens", 12, "--anchors", 3, "--device", "cpu",
+                 "--out", out, "--seeds", "--drafter", *drafters]  # fmt: skip
+
+    def run():
+        drafted_length.main([str(word) for word in arguments])
+        return json.loads(capsys.readouterr().out.splitlines()[-1])["tables"]
+
+    means, differences = ({tuple(row[:n]): row[n:] for row in t["rows"]} for t, n in zip(run(), (2, 3), strict=True))
+    text = out.read_bytes()
+    rows = [json.loads(line) for line in text.splitlines()][1:]
+    assert [row["kind"] for row in rows] == ["answer"] * 6 + ["blocks"] * 24
+    mine = [row for row in rows if row["kind"] == "blocks" and row["drafter"] == "other"]
+    assert max(row["blocks"] for row in mine) == 3
+    total = sum(row["length"] for row in mine) / sum(row["blocks"] for row in mine)
+    assert_agree(means["other", "pooled"][2], total, "float64")
+    old = Drafter.load(tmp_path / "other", model)
+    words = [f"w{3 + j}" for j in range(4)]
+    tokens = np.array([*(int(w[1:]) for w in words), *rows[0]["tokens"]])
+    sequence = training.Sequence(tokens, np.arange(len(tokens)) >= 4)
+    length, blocks = posttraining.drafted_length(model, old, sequence, 3, [20260818, 0])
+    assert (mine[0]["length"], mine[0]["blocks"]) == (pytest.approx(length, rel=1e-5), blocks)
+    assert means["same", "pooled"][:3] == [12, 2 * means["drafter", "pooled"][1], means["drafter", "pooled"][2]]
+    assert differences["same", "drafter", "pooled"] == [0, [0, 0], [0, 0]]
+    assert differences["other", "drafter", "pooled"][0] != 0
+
+    out.write_bytes(b"".join(text.splitlines(keepends=True)[:12]) + b'{"kind": "blo')
+    run()
+    assert out.read_bytes() == text
+    arguments[arguments.index("--anchors") + 1] = 4
+    with pytest.raises(SystemExit, match="design"):
+        run()
+    arguments[arguments.index("--anchors") + 1] = 0
+    with pytest.raises(SystemExit, match="--anchors must be at least 1"):
+        run()
 
 
 def test_two_processes_make_the_same_steps_as_one(command, tmp_path):
