@@ -74,16 +74,26 @@ def table(runs):
 
 
 def plot(runs, path):
-    """Expected accepted length against tokens read, a line for each run, its range over seeds shaded."""
+    """Expected accepted length against tokens read, a line for each run and a panel for each folder.
+
+    A line starts at the seeds' mean; shaded is the range of what they have gained since.
+    """
     plt = check_plot(path)
-    figure, panel = plt.subplots(figsize=(6, 3.8), layout="constrained")
-    for name, (_, tokens, lengths) in runs.items():
-        (line,) = panel.plot(tokens / 1e3, lengths.mean(axis=0), marker="o", ms=3, label=name)
-        panel.fill_between(
-            tokens / 1e3, lengths.min(axis=0), lengths.max(axis=0), color=line.get_color(), alpha=0.15, lw=0
-        )
-    panel.set(xlabel="thousand tokens read", ylabel="expected accepted length, bonus counted")
-    panel.legend(fontsize=8, frameon=False)
+    panels: dict = {}
+    for name, run in runs.items():
+        folder, _, short = name.rpartition("/")
+        panels.setdefault(folder.rpartition("/")[2], []).append((short, run))
+    figure, axes = plt.subplots(1, len(panels), figsize=(1 + 5 * len(panels), 3.8), layout="constrained", squeeze=False)
+    for panel, (title, some) in zip(axes[0], panels.items(), strict=True):
+        for name, (_, tokens, lengths) in some:
+            start = lengths[:, :1].mean()
+            gained = start + lengths - lengths[:, :1]
+            (line,) = panel.plot(tokens / 1e3, gained.mean(axis=0), marker="o", ms=3, label=name)
+            panel.fill_between(
+                tokens / 1e3, gained.min(axis=0), gained.max(axis=0), color=line.get_color(), alpha=0.15, lw=0
+            )
+        panel.set(title=title, xlabel="thousand tokens read", ylabel="expected accepted length, bonus counted")
+        panel.legend(fontsize=8, frameon=False)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 

@@ -45,8 +45,13 @@ def test_curves_by_hand(log, capsys):
 
 def test_the_figure(log, tmp_path):
     pytest.importorskip("matplotlib")
-    training_report.main([str(log("dreal-1", steps(2.0, 2.5))), "--plot", str(tmp_path / "a.png")])
-    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+    for folder in ("x", "y"):
+        (tmp_path / folder).mkdir()
+    for names in (("a",), ("x/a-1", "x/a-2", "y/b")):
+        paths = [str(log(name, steps(2.0, 2.5))) for name in names]
+        training_report.main([*paths, "--plot", str(tmp_path / "a.png")])
+        assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+        (tmp_path / "a.png").unlink()
 
 
 @pytest.mark.parametrize(
