@@ -4,7 +4,8 @@
     python examples/benchmark.py --target ID_OR_FOLDER --only engine --threads 1
     python examples/benchmark.py --device cuda --random-weights qwen3-4b     # no download; `tiny` is a trial on a CPU
 
-Every ratio is taken in turn in this process, on this machine, and only after both sides were checked to agree.
+Every ratio of times is taken in turn in this process, on this machine; walk, floors and engine are timed only after
+both sides were checked to agree.
 
     walk      reads the full-vocabulary probabilities at all gamma = 7 slots of M = 256 paths.  Its ratio depends on how
               many of their prefixes are distinct, so each prefix's ratio is given beside its mean number of distinct
@@ -17,7 +18,7 @@ Every ratio is taken in turn in this process, on this machine, and only after bo
               same anchors (`benchmark_training.py`); on the tiny target whatever --target says
 
 `--random-weights` gives times of an anchor by phase, and decoding against the memory's bandwidth
-(`benchmark_random.py`).  Needs the `test` extra (transformers).  Takes about 20 minutes on two cores; nothing else
+(`benchmark_random.py`).  Needs the `test` extra (transformers).  Takes about 25 minutes on two cores; nothing else
 should run meanwhile.  The last line is one JSON document.
 """
 

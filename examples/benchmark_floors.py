@@ -1,6 +1,7 @@
 """The floors' rows of `examples/benchmark.py`: the barycentre against sorting, and the peak memory of one anchor."""
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -50,14 +51,21 @@ def barycentre_row(seed):
 
 def memory_row():
     """Peak memory of one anchor at Qwen3's vocabulary with all paths distinct, in a process of its own."""
-    code = "from benchmark_floors import measure_wide_anchor; measure_wide_anchor()"
-    out = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-    )
     return {
         "work": f"one anchor, V = {VOCABULARY}, M = {M}, gamma = {GAMMA}, all paths distinct",
-        **json.loads(out.stdout),
+        **in_own_process("from benchmark_floors import measure_wide_anchor; measure_wide_anchor()"),
     }
+
+
+def in_own_process(code, **environment):
+    """The JSON that a process prints which runs some lines of Python; its last words where it fails."""
+    out = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True,
+        env={**os.environ, **environment},
+    )  # fmt: skip
+    if out.returncode:
+        sys.exit(f"error: a measuring process ended with {out.returncode}: {out.stderr.strip()[-300:]}")
+    return json.loads(out.stdout)
 
 
 def measure_wide_anchor():

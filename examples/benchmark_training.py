@@ -2,18 +2,16 @@
 
 import json
 import statistics
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import torch
 from benchmark_engine import seconds
-from benchmark_floors import peak_memory
+from benchmark_floors import in_own_process, peak_memory
 
 import fast
 from fast.posttraining import trainer_of
-from fast.training import Sequence, Settings
+from fast.training import Settings, anchor_places
+from fast.training_program import sequence_of
 from models.checkpoint import locate
 from models.text import Text, builtin_prompts, read_prompts
 from reference.laws import SamplingLaw
@@ -46,16 +44,14 @@ def training_rows(seed):
 
 
 def answers(target):
-    """What the target answers to the first of the project's own prompts, as sequences to train on."""
+    """What the target answers to every third of the project's own prompts, as sequences to train on."""
     text = Text.from_folder(locate("tiny").folder)
-    prompts = [
-        text.chat([{"role": "user", "content": prompt.text}])
-        for prompt in read_prompts(builtin_prompts())[::3][:ANSWERS]
-    ]
+    prompts = [text.chat([{"role": "user", "content": p.text}]) for p in read_prompts(builtin_prompts())[::3][:ANSWERS]]
     uniforms = np.random.default_rng(0).random((len(prompts), ANSWER_TOKENS))
-    found = zip(prompts, fast.write_answers(target, prompts, uniforms, SamplingLaw()), strict=True)
-    whole = [(len(prompt), np.array([*prompt, *answer.tokens])) for prompt, answer in found]
-    return [Sequence(tokens, np.arange(len(tokens)) >= start) for start, tokens in whole if len(tokens) > start + 1]
+    written = fast.write_answers(target, prompts, uniforms, SamplingLaw())
+    rows = [{"prompt": p, "tokens": a.tokens, "stopped": a.stopped} for p, a in zip(prompts, written, strict=True)]
+    sequences = [sequence_of(row, text.stop_ids) for row in rows]
+    return [sequence for sequence in sequences if len(anchor_places(sequence.supervised))]
 
 
 def trainer(objective, name, target, sequences, seed):
@@ -66,12 +62,13 @@ def trainer(objective, name, target, sequences, seed):
 
 
 def peak_of(objective, name, seed):
-    """Peak memory of a process that does STEPS steps, in GB above what it held before the first."""
+    """Peak memory of a process that does STEPS steps, in GB above what it held before the first.
+
+    oneDNN keeps what it has prepared for every size of matrix it meets, and D-REAL steps meet many: left alone, that
+    cache would be what is measured.
+    """
     code = f"import benchmark_training as b; b.measure({objective!r}, {name!r}, {seed}, {torch.get_num_threads()})"
-    out = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-    )
-    return json.loads(out.stdout)
+    return in_own_process(code, ONEDNN_PRIMITIVE_CACHE_CAPACITY="8", LRU_CACHE_CAPACITY="8")
 
 
 def measure(objective, name, seed, threads):

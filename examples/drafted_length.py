@@ -29,18 +29,19 @@ from tqdm import tqdm
 
 import fast
 from fast.posttraining import drafted_length
-from fast.training import Sequence, anchor_places
+from fast.training import anchor_places
+from fast.training_program import sequence_of
 from models.checkpoint import locate
 from models.config import DecoderConfig
 from reference import program
 from reference.laws import SamplingLaw
 from reference.records import RecordFile, read
-from reference.serving_report import tau_tables
+from reference.serving_report import check_tasks, runs_of, tau_tables
 
 ANSWERS_AT_ONCE = 16
 TITLES = (
     "Expected tokens of a round behind an anchor, temperature 1, bonus token counted",
-    "Difference of it on the same blocks",
+    "Difference on the same blocks",
 )
 
 
@@ -51,9 +52,9 @@ def main(arguments=None):
 
 def run(options):
     """Load, measure what is missing, report."""
-    for name in ("anchors", "requests", "answer_tokens", "limit"):
-        if getattr(options, name) is not None and getattr(options, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    for name, least in {"anchors": 1, "requests": 1, "answer_tokens": 1, "limit": 1, "seed": 0}.items():
+        if getattr(options, name) is not None and getattr(options, name) < least:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(options, name)}")
     device, dtype = fast.placement(options.device, options.dtype)
     snapshot = locate(options.target, revision=options.revision)
     config = DecoderConfig.from_folder(snapshot.folder)
@@ -62,6 +63,7 @@ def run(options):
         answer_tokens=options.answer_tokens or min(program.ANSWER_TOKENS, config.max_positions // 2),
     )  # fmt: skip
     target, prompts, _, about = program.load_model(options, plan, fast, device, dtype, snapshot, config, print)
+    check_tasks({prompt.domain for prompt in prompts})
     drafters, origins = program.load_drafters(options, plan, fast, device, dtype, target, print)
     provenance = {
         "design": {"anchors": options.anchors, "answer_tokens": plan.answer_tokens, "seed": options.seed},
@@ -69,6 +71,7 @@ def run(options):
         "hardware": fast.hardware(device), "versions": program.versions("fast"), "commit": program.commit(),
         **about, "drafters": origins,
     }  # fmt: skip
+    runs_of(list(drafters), options.seeds)
     out = options.out or Path("runs") / f"drafted-{'-'.join([snapshot.name.replace('/', '--'), *drafters])}.jsonl"
     with RecordFile(out, provenance) as records:
         for note in records.notes:
@@ -76,13 +79,18 @@ def run(options):
         print(f"records: {out} ({len(records.rows)} of {len(prompts) * (1 + len(drafters))} done)", flush=True)
         measure(target, drafters, prompts, options.anchors, plan.answer_tokens, options.seed, records)
     tables = report(read(out)[1], options.seeds)
-    print("\n\n".join(table.render() for table in tables))
-    print(json.dumps({"provenance": provenance, "tables": [asdict(table) for table in tables]}, allow_nan=False))
+    print("\n\n".join(table.render() for table in tables if table.rows))
+    print(
+        json.dumps(
+            {"provenance": provenance, "tables": [asdict(table) for table in tables]},
+            allow_nan=False,
+        )
+    )
 
 
 def measure(target, drafters, prompts, anchors, answer_tokens, seed, records):
     """Every answer, and every drafter's blocks behind it, that the records do not hold yet."""
-    answers = {row["prompt"]: row["tokens"] for row in records.rows if row["kind"] == "answer"}
+    answers = {row["prompt"]: row for row in records.rows if row["kind"] == "answer"}
     done = {(row["drafter"], row["prompt"]) for row in records.rows if row["kind"] == "blocks"}
     missing = [i for i, prompt in enumerate(prompts) if prompt.id not in answers]
     with tqdm(total=len(prompts), initial=len(answers), unit="answer", disable=None) as bar:
@@ -91,15 +99,14 @@ def measure(target, drafters, prompts, anchors, answer_tokens, seed, records):
             uniforms = [np.random.default_rng([seed, i]).random(answer_tokens) for i in some]
             written = fast.write_answers(target, [prompts[i].tokens for i in some], uniforms, SamplingLaw())
             for i, answer in zip(some, written, strict=True):
-                answers[prompts[i].id] = answer.tokens
-                records.append({"kind": "answer", "prompt": prompts[i].id, "tokens": answer.tokens})
+                row = {"kind": "answer", "prompt": prompts[i].id, "tokens": answer.tokens, "stopped": answer.stopped}
+                answers[prompts[i].id] = row
+                records.append(row)
             bar.update(len(some))
     work = [(name, i) for name in drafters for i in range(len(prompts)) if (name, prompts[i].id) not in done]
     for name, i in tqdm(work, unit="answer", disable=None):
-        prompt = prompts[i]
-        tokens = np.array([*prompt.tokens, *answers[prompt.id]], dtype=np.int64)
-        sequence = Sequence(tokens, np.arange(len(tokens)) >= len(prompt.tokens))
-        length = blocks = 0
+        prompt, length, blocks = prompts[i], 0, 0
+        sequence = sequence_of(answers[prompt.id] | {"prompt": prompt.tokens}, target.stop_ids)
         if len(anchor_places(sequence.supervised)):
             length, blocks = drafted_length(target, drafters[name], sequence, anchors, [seed, i])
         about = {"kind": "blocks", "drafter": name, "domain": prompt.domain, "prompt": prompt.id}
@@ -108,16 +115,18 @@ def measure(target, drafters, prompts, anchors, answer_tokens, seed, records):
 
 def report(rows, seeds):
     """The two tables, from the rows of a record file."""
-    found = {}
+    found, tasks = {}, {}
     for row in rows:
         if row["kind"] == "blocks":
-            found.setdefault(row["drafter"], []).append(row)
-    first, *_ = found.values()
-    length, blocks = (
-        np.array([[row[name] for row in mine] for mine in found.values()]).T for name in ("length", "blocks")
+            found.setdefault(row["drafter"], {})[row["prompt"]] = row["length"], row["blocks"]
+            tasks[row["prompt"]] = row["domain"]
+    length, blocks = np.array([[mine[prompt] for mine in found.values()] for prompt in tasks]).transpose(2, 0, 1)
+    if not blocks.any():
+        raise ValueError("no answer has two tokens, so nothing was drafted; raise --answer-tokens")
+    prompts, tasks = np.array(list(tasks)), np.array(list(tasks.values()))
+    return tau_tables(
+        TITLES, list(found), prompts, tasks, length, blocks, seeds, replicates=10_000, counted=("answers", "blocks")
     )
-    prompts, tasks = (np.array([row[name] for row in first]) for name in ("prompt", "domain"))
-    return tau_tables(TITLES, list(found), prompts, tasks, length, blocks, seeds, replicates=10_000)
 
 
 def parse(arguments):
@@ -128,7 +137,7 @@ def parse(arguments):
     add = parser.add_argument
     add("--target", required=True, metavar="ID_OR_FOLDER", help="hub id, folder or tiny")
     add("--revision", help="branch, tag or commit of a hub id")
-    add("--drafter", nargs="+", required=True, metavar="ID_OR_FOLDER")
+    add("--drafter", nargs="+", required=True, metavar="ID_OR_FOLDER", help="hub ids, folders, tiny/NAME")
     add("--seeds", action="store_true", help="report NAME-1, NAME-2 ... together, as seeds of one training")
     add("--prompts", nargs="+", type=Path, metavar="FILE", help="JSONL files, a task each (default: the project's)")
     add("--requests", type=int, default=sys.maxsize, metavar="N", help="at most N prompts of a task (default: all)")
@@ -137,8 +146,13 @@ def parse(arguments):
         help=f"cap on an answer's length (default {program.ANSWER_TOKENS}, at most half of the context)")  # fmt: skip
     add("--thinking", choices=("off", "on", "unset"), default="off", help="passed to the chat template")
     add("--device", default="auto", help="cpu, cuda or cuda:N (default: cuda if there is one)")
-    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="default: bfloat16 on cuda")
-    add("--seed", type=int, default=20260818)
+    add(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        default="auto",
+        help="default: bfloat16 on cuda, float32 on a CPU",
+    )
+    add("--seed", type=int, default=20260818, help="of answers, anchors and drafts")
     add("--limit", type=int, metavar="N", help="smoke run: at most N prompts of a task")
     add("--out", type=Path, metavar="FILE", help="record file (default: in runs/, named after what is measured)")
     return parser.parse_args(arguments)

@@ -12,7 +12,7 @@ Defaults are the paper's: one epoch, learning rate 2e-4, 512 anchors; a block ha
 
     python examples/dreal_posttrain.py --target Qwen/Qwen3-8B --drafter DSPARK --out dreal --prompts PROMPTS.jsonl
     torchrun --nproc-per-node 8 examples/dreal_posttrain.py --target Qwen/Qwen3-8B --drafter DSPARK --out dreal ...
-    python examples/dreal_posttrain.py --target TINY_TARGET --drafter head --preset tiny --out dreal     # on a laptop
+    python examples/dreal_posttrain.py --target tiny --drafter tiny/dspark --preset tiny --out dreal     # on a laptop
     python examples/dreal_posttrain.py ... --objective baseline --out more --answers dreal.answers.jsonl
     python examples/dreal_posttrain.py ... --resume                        # go on after an interruption
 

@@ -255,7 +255,9 @@ def read_sequences(options, target, text, about, say):
     encoded = [text.chat([{"role": "user", "content": p.text}], thinking=thinking) for p in prompts]
     left = len(encoded) - len(held_out(len(encoded), options.held_out))
     if left < options.sequences:
-        raise ValueError(f"{left} prompts cannot fill a step of {options.sequences}; give more or --sequences")
+        raise ValueError(
+            f"{left} prompts cannot fill a step of {options.sequences}; give more, or lower --sequences or --held-out"
+        )
     room = target.config.max_positions - max(map(len, encoded))
     if room < options.answer_tokens:
         raise ValueError(f"the longest prompt leaves the target room for {room} tokens; set --answer-tokens to that")
@@ -286,7 +288,7 @@ def write_missing(answer_tokens, target, prompts, records):
             bar.update(len(some))
 
 
-def sequence_of(row, stop_ids, longest):
+def sequence_of(row, stop_ids, longest=None):
     """A record's tokens and which are the answer's, its stop token (the first of the target's) among them."""
     tokens = np.array([*row["prompt"], *row["tokens"], *stop_ids[:1] * row["stopped"]], dtype=np.int64)[:longest]
     return training.Sequence(tokens, np.arange(len(tokens)) >= len(row["prompt"]))
@@ -340,7 +342,7 @@ def new_parser(doc, sizes):
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of products; weights are float32")
     add("--save-every", type=int, default=100, metavar="STEPS")
     add("--held-out", type=int, default=0, metavar="N",
-        help="answers kept out; OUT.steps.jsonl has the expected accepted length on them")  # fmt: skip
+        help=f"answers kept out; OUT.steps.jsonl has tokens per round on {HELD_OUT_ANCHORS} blocks of each")  # fmt: skip
     add("--resume", action="store_true", help="go on from OUT.checkpoint")
     add("--limit", type=int, metavar="N", help="smoke run: at most N prompts and steps")
     add("--without-tables", action="store_true", help="store no copies of the target's embedding and head")

@@ -156,7 +156,7 @@ def load_drafters(options, design, backend, device, dtype, target, say):
     """The drafters of --drafter: ({name: drafter}, {name: what identifies it}), both empty without the flag."""
     drafters, origins = {}, {}
     for name in options.drafter:
-        if name in drafters:
+        if options.drafter.count(name) > 1:
             raise ValueError(f"drafter {name} is given twice")
         if options.target == "toy":
             known = study_drafters(backend, design.gamma)

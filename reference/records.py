@@ -36,6 +36,8 @@ class RecordFile:
 
     def __init__(self, path, provenance):
         self.path, self.rows, self.notes = Path(path), [], []
+        if self.path.exists() and not self.path.is_file():
+            raise RecordError(f"{self.path} cannot be written: it is not a file; use another --out")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self.path, "a+b")  # noqa: SIM115 - closed by close()

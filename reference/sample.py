@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from reference.records import RecordError
 from reference.stats import Interval, hajek_sums, prompt_bootstrap, weighted_quantile
 
 
@@ -130,9 +131,26 @@ def scalar(interval):
     return cell(interval.value[0]), cell(ends(interval)[0])
 
 
-def without_seed(name):
-    """A run's name without a last number behind a dash or underscore, which says which of several seeds it is."""
-    return re.sub(r"[-_]\d+$", "", name)
+def seed_runs(names):
+    """{run: {seed: place}}: names NAME-1, NAME-2 ... are the seeds of a run NAME, every other name is a run of its own.
+
+    Places are those among the names; seeds are in order, and the seed of a run with one name, which it keeps, is None.
+    Raises: RecordError where that leaves two with one name.
+    """
+    found: dict = {}
+    for place, name in enumerate(names):
+        numbered = re.fullmatch(r"(.+)-(\d+)", name)
+        run, seed = (numbered[1], int(numbered[2])) if numbered else (name, None)
+        if seed in found.setdefault(run, {}):
+            raise RecordError(f"{name} is there twice, as a name or as seed {seed} of {run}; rename one")
+        found[run][seed] = place
+    runs = {}
+    for run, places in found.items():
+        if len(places) > 1 and None in places:
+            raise RecordError(f"{run} is one of the names and would be that of its numbered ones; rename it")
+        (first, *_) = places.values()
+        runs |= {run: dict(sorted(places.items()))} if len(places) > 1 else {names[first]: {None: first}}
+    return runs
 
 
 def cell(value):

@@ -19,7 +19,8 @@ pooled over the rounds of a task; "macro" is the mean of the tasks' tau, "pooled
 report the mean over requests of the same ratio, or count the first token too (tokens / rounds); both stand beside it.
 Drafters are compared on the same prompts, and intervals resample the prompts of all drafters at once.  With --seeds
 drafters whose names differ only in a last number behind a dash are seeds of one training: tau is then the mean of
-theirs, with the smallest and the largest, rounds are counted together, and differences are paired seed by seed.
+theirs, with the smallest and the largest, and rounds are counted together.  Differences between trainings of the same
+seeds are paired seed by seed.  Intervals are over prompts, not over trainings.
 
 Tests: `tests/test_serve_compare.py`.
 """
@@ -35,7 +36,7 @@ import numpy as np
 
 from reference.records import RecordError, key_of, read
 from reference.report import check_plot
-from reference.sample import Table, cell, without_seed
+from reference.sample import Table, cell, seed_runs
 from reference.stats import prompt_bootstrap
 
 PLAIN, MACRO, POOLED = "plain", "macro", "pooled"
@@ -115,8 +116,13 @@ def check_rows(rows):
         raise RecordError("the record file is of another program: it holds more than requests")
     if len({key_of(row) for row in rows}) < len(rows):
         raise RecordError("the record file holds a request twice; it was not written by one run")
+    check_tasks({row["domain"] for row in rows})
+
+
+def check_tasks(tasks):
+    """A RecordError for a task that is called like a mean over tasks."""
     for name in (MACRO, POOLED):
-        if any(row["domain"] == name for row in rows):
+        if name in tasks:
             raise RecordError(f"a task is called {name!r}, the name of a mean over tasks; rename it")
 
 
@@ -133,11 +139,13 @@ def counts(row):
 
 
 def runs_of(names, seeds):
-    """{run: places of its drafters among the names}: every drafter is one, or all seeds of a training are."""
-    runs: dict = {}
-    for i, name in enumerate(names):
-        runs.setdefault(without_seed(name) if seeds else name, []).append(i)
-    return runs
+    """{run: {seed: place among the names}}: see `seed_runs`; without `seeds` every drafter is a run."""
+    return seed_runs(list(names)) if seeds else {name: {None: i} for i, name in enumerate(names)}
+
+
+def spread(values):
+    """[smallest, largest] of several values, else None."""
+    return cell([np.min(values), np.max(values)]) if len(values) > 1 else None
 
 
 def lengths(about, found, seeds, replicates):
@@ -159,7 +167,7 @@ def lengths(about, found, seeds, replicates):
     means, differences = tau_tables(titles, list(found), prompts, tasks, committed, rounds, seeds, replicates)
     groups, runs, table = groups_of(tasks), runs_of(found, seeds), []
     for line in means.rows:
-        chosen = [(mask, i) for i in runs[line[0]] for mask in groups[line[1]]]
+        chosen = [(mask, i) for i in runs[line[0]].values() for mask in groups[line[1]]]
         own = np.mean([mean_ratio(committed[at], rounds[at]) for at in chosen])
         served = np.mean([sum_ratio(tokens[at], rounds[at]) for at in chosen])
         table.append([*line[:3], int(sum(cut[at].sum() for at in chosen)), *line[3:], cell(own), cell(served)])
@@ -173,18 +181,19 @@ def groups_of(tasks):
     return each | {MACRO: [mask for (mask,) in each.values()], POOLED: [np.ones(len(tasks), dtype=bool)]}
 
 
-def tau_tables(titles, names, prompts, tasks, committed, rounds, seeds, replicates):
+def tau_tables(titles, names, prompts, tasks, committed, rounds, seeds, replicates, counted=("requests", "rounds")):
     """Tables of tau and of its differences between drafters on the same prompts, by task.
 
     Args: titles of the two; names of D drafters; prompts and tasks, labels [N]; committed and rounds [N, D]; seeds, as
-        for `summarise`.
+        for `summarise`; counted, what the columns are called that count prompts and rounds.
     """
     runs, means, differences = runs_of(names, seeds), [], []
+    places = {name: list(own.values()) for name, own in runs.items()}
     pairs = list(combinations(runs, 2))
 
     def paired(ratios):  # [replicates + 1, tasks, drafters] -> [replicates + 1, runs and pairs of them]
         tau = ratios.mean(axis=1)
-        means = {name: tau[:, own].mean(axis=1) for name, own in runs.items()}
+        means = {name: tau[:, own].mean(axis=1) for name, own in places.items()}
         return np.stack([*means.values(), *(means[b] - means[a] for a, b in pairs)], axis=1)
 
     for task, groups in groups_of(tasks).items():
@@ -196,35 +205,32 @@ def tau_tables(titles, names, prompts, tasks, committed, rounds, seeds, replicat
         own = np.array([
             np.mean([sum_ratio(committed[g, i], rounds[g, i]) for g in groups]) for i in range(len(names))
         ])  # fmt: skip
-        for i, (name, places) in enumerate(runs.items()):
+        for i, (name, its) in enumerate(places.items()):
             means.append([
-                name, task, int(here.sum()) * len(places), int(rounds[here][:, places].sum()), cell(tau.value[i]),
-                cell([tau.low[i], tau.high[i]]), *spread(own[places], seeds),
+                name, task, int(here.sum()) * len(its), int(rounds[here][:, its].sum()), cell(tau.value[i]),
+                cell([tau.low[i], tau.high[i]]), spread(own[its]),
             ])  # fmt: skip
         for i, (a, b) in enumerate(pairs, start=len(runs)):
-            matched = len(runs[a]) == len(runs[b]) or 1 in (len(runs[a]), len(runs[b]))
-            each = own[runs[b]] - own[runs[a]] if matched else []
+            same = runs[a].keys() == runs[b].keys() or 1 in (len(runs[a]), len(runs[b]))
+            each = own[places[b]] - own[places[a]] if same else []
             interval = cell([tau.low[i], tau.high[i]])
-            differences.append([b, a, task, cell(tau.value[i]), interval, *spread(each, seeds)])
-    of_seeds = ["seeds"] if seeds else []
-    return (
-        Table(titles[0], ["drafter", "task", "requests", "rounds", "tau", "tau 95%", *of_seeds], means),
-        Table(titles[1], ["drafter", "less", "task", "difference", "difference 95%", *of_seeds], differences),
+            differences.append([b, a, task, cell(tau.value[i]), interval, spread(each)])
+    tables = (
+        Table(titles[0], ["drafter", "task", *counted, "tau", "tau 95%", "seeds"], means),
+        Table(titles[1], ["drafter", "less", "task", "difference", "difference 95%", "seeds"], differences),
     )
-
-
-def spread(values, seeds):
-    """[[smallest, largest]] of the seeds' values where they are asked for, [None] if there are none, else []."""
     if not seeds:
-        return []
-    return [cell([float(np.min(values)), float(np.max(values))]) if len(values) else None]
+        tables = [Table(t.title, t.columns[:-1], [row[:-1] for row in t.rows]) for t in tables]
+    return tables
 
 
 def histograms(about, found, seeds):
     """Tables over all rounds of each drafter: Pr(N >= t), which sums to tau; shares of rounds by accepted drafts."""
     runs, (prompts, _), every = runs_of(found, seeds), shared(found), list(found.values())
     rounds = [
-        np.array([k for p in prompts for i in own for k in every[i][p]["rounds"]], dtype=np.int64).reshape(-1, 4)
+        np.array([k for p in prompts for i in own.values() for k in every[i][p]["rounds"]], dtype=np.int64).reshape(
+            -1, 4
+        )
         for own in runs.values()
     ]
     longest = max(kinds[:, 2].max(initial=1) for kinds in rounds)
@@ -337,7 +343,9 @@ def main(arguments=None):
     """Print the tables and the JSON document of a record file; see the module's docstring."""
     parser = argparse.ArgumentParser(prog="python -m reference.serving_report", description="Report a serving run.")
     parser.add_argument("records", type=Path)
-    parser.add_argument("--seeds", action="store_true", help="report NAME-1, NAME-2 ... together, as seeds of one run")
+    parser.add_argument(
+        "--seeds", action="store_true", help="report NAME-1, NAME-2 ... together, as seeds of one training"
+    )
     parser.add_argument("--plot", type=Path, help="write the survival curves to this image file")
     options = parser.parse_args(arguments)
     try:

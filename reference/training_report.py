@@ -3,8 +3,8 @@
     python -m reference.training_report RUN.steps.jsonl ... [--plot CURVES.png]
 
 The files are the logs of trainings with --held-out.  Files of one folder whose names differ only in a last number
-behind a dash, of seeds say, are one run, of which the mean and the range are given.  The length is tokens per round at
-temperature 1, the bonus token counted, of blocks that the drafter drafts behind fixed anchors
+behind a dash are seeds of one run: their mean is given, and the range of what they gained.  The length is tokens per
+round at temperature 1, the bonus token counted, of blocks that the drafter drafts behind fixed anchors
 (`fast.posttraining.expected_length`).
 
 Tests: `tests/test_training_report.py`.
@@ -19,7 +19,7 @@ import numpy as np
 
 from reference.records import RecordError
 from reference.report import check_plot
-from reference.sample import Table, without_seed
+from reference.sample import Table, seed_runs
 
 
 def read_log(path):
@@ -42,21 +42,20 @@ def read_log(path):
 
 def runs_of(paths):
     """{run: (steps, mean tokens [n], lengths [seeds, n])}; RecordError where seeds of a run saved at other steps."""
-    found: dict = {}
-    if len({Path(path).resolve() for path in paths}) < len(paths):
+    paths = [Path(path) for path in paths]
+    if len({path.resolve() for path in paths}) < len(paths):
         raise RecordError("a log is given twice")
-    folders = len({Path(path).parent for path in paths}) > 1
-    for path in map(Path, paths):
-        stem = path.name.removesuffix(".jsonl").removesuffix(".steps")
-        name = without_seed(stem)
-        found.setdefault(f"{path.parent}/{name}" if folders else name, []).append(read_log(path))
-    for name, logs in found.items():
+    names = [path.name.removesuffix(".jsonl").removesuffix(".steps") for path in paths]
+    if len({path.parent for path in paths}) > 1:
+        names = [f"{path.parent}/{name}" for path, name in zip(paths, names, strict=True)]
+    found = {}
+    for run, places in seed_runs(names).items():
+        logs = [read_log(paths[place]) for place in places.values()]
         if len({tuple(steps) for steps, *_ in logs}) > 1:
-            raise RecordError(f"the logs of {name} saved at different steps; let them all finish")
-    return {
-        name: (logs[0][0], np.mean([log[1] for log in logs], axis=0), np.array([log[2] for log in logs]))
-        for name, logs in found.items()
-    }
+            raise RecordError(f"the logs of {run} saved at different steps; let them all finish")
+        steps, tokens, lengths = zip(*logs, strict=True)
+        found[run] = (steps[0], np.mean(tokens, axis=0), np.array(lengths))
+    return found
 
 
 def table(runs):
@@ -76,13 +75,13 @@ def table(runs):
 def plot(runs, path):
     """Expected accepted length against tokens read, a line for each run and a panel for each folder.
 
-    A line starts at the seeds' mean; shaded is the range of what they have gained since.
+    A line starts at the seeds' mean; shaded is the range of what they have gained since, where there are several.
     """
     plt = check_plot(path)
     panels: dict = {}
     for name, run in runs.items():
         folder, _, short = name.rpartition("/")
-        panels.setdefault(folder.rpartition("/")[2], []).append((short, run))
+        panels.setdefault(folder, []).append((short, run))
     figure, axes = plt.subplots(1, len(panels), figsize=(1 + 5 * len(panels), 3.8), layout="constrained", squeeze=False)
     for panel, (title, some) in zip(axes[0], panels.items(), strict=True):
         for name, (_, tokens, lengths) in some:
@@ -92,7 +91,7 @@ def plot(runs, path):
             panel.fill_between(
                 tokens / 1e3, gained.min(axis=0), gained.max(axis=0), color=line.get_color(), alpha=0.15, lw=0
             )
-        panel.set(title=title, xlabel="thousand tokens read", ylabel="expected accepted length, bonus counted")
+        panel.set(title=title[-50:], xlabel="thousand tokens read", ylabel="expected accepted length, bonus counted")
         panel.legend(fontsize=8, frameon=False)
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -637,7 +637,8 @@ def test_drafted_lengths_are_recorded_resumed_and_compared(folders, tmp_path, mo
         drafted_length.main([str(word) for word in arguments])
         return json.loads(capsys.readouterr().out.splitlines()[-1])["tables"]
 
-    means, differences = ({tuple(row[:n]): row[n:] for row in t["rows"]} for t, n in zip(run(), (2, 3), strict=True))
+    tables = run()
+    means, differences = ({tuple(row[:n]): row[n:] for row in tables[n - 2]["rows"]} for n in (2, 3))
     text = out.read_bytes()
     rows = [json.loads(line) for line in text.splitlines()][1:]
     assert [row["kind"] for row in rows] == ["answer"] * 6 + ["blocks"] * 24
@@ -655,9 +656,17 @@ def test_drafted_lengths_are_recorded_resumed_and_compared(folders, tmp_path, mo
     assert differences["same", "drafter", "pooled"] == [0, [0, 0], [0, 0]]
     assert differences["other", "drafter", "pooled"][0] != 0
 
-    out.write_bytes(b"".join(text.splitlines(keepends=True)[:12]) + b'{"kind": "blo')
+    lines = text.splitlines(keepends=True)
+    out.write_bytes(b"".join(lines[:12]) + b'{"kind": "blo')
     run()
     assert out.read_bytes() == text
+    out.write_bytes(b"".join([*lines[:12], *lines[13:]]))  # a row comes back at the end
+    assert [table["rows"] for table in run()] == [table["rows"] for table in tables]
+    with pytest.raises(SystemExit, match="name of a mean over tasks"):
+        shutil.copy(prompts, tmp_path / "macro.jsonl")
+        arguments[3] = tmp_path / "macro.jsonl"
+        run()
+    arguments[3] = prompts
     arguments[arguments.index("--anchors") + 1] = 4
     with pytest.raises(SystemExit, match="design"):
         run()

@@ -16,6 +16,7 @@ from reference import serving_report
 from reference.engine import Completion, Engine, Request, RoundStats, tokens_per_round
 from reference.laws import SamplingLaw
 from reference.records import RecordError, RecordFile, key_of, read
+from reference.sample import seed_runs
 from reference.serving_report import request_row, summarise
 from tests.agreement import assert_agree
 from tests.dialects import dspark, tiny, write_drafter
@@ -164,6 +165,7 @@ def test_seeds_are_reported_together():
                 assert_agree(pairs["b", "a", task]["difference"], float(np.mean(found)), "float64")
                 found = sorted([2.0 - own["a-1"], 2.0 - own["a-2"]])
                 assert_agree(pairs["old", "a", task]["seeds"], found, "float64")
+                assert of_seeds["old", task]["seeds"] is None
         for column in ("requests", "rounds", "cut"):
             assert of_seeds["a", task][column] == tau["a-1", task][column] + tau["a-2", task][column]
     rounds = [tau[name, "pooled"]["rounds"] for name in ("a-1", "a-2")]
@@ -173,6 +175,23 @@ def test_seeds_are_reported_together():
         ):
             assert line[0] == t
             assert_agree(a, float(np.average(line[1:3], weights=rounds)), "float64")
+
+
+def test_names_of_seeds():
+    assert seed_runs(["b-2", "a-10", "b-1", "a-9", "c-7", "d_1"]) == {
+        "b": {1: 2, 2: 0}, "a": {9: 3, 10: 1}, "c-7": {None: 4}, "d_1": {None: 5},
+    }  # fmt: skip
+    for names in (["a", "a-1"], ["a-1", "a-01"], ["a", "a"]):
+        with pytest.raises(RecordError, match="rename"):
+            seed_runs(names)
+
+
+def test_seeds_are_paired_by_their_numbers():
+    rows = [row_of(name, f"x{i}", [(4, n - 1, n)]) for i in range(2)
+            for name, n in (("a-1", 1), ("a-2", 2), ("b-2", 4), ("b-1", 3), ("c-1", 1), ("c-3", 1))]  # fmt: skip
+    pairs = columns_of(summarise({}, rows, seeds=True, replicates=5), "differences, temperature 0", ("drafter", "less"))
+    assert pairs["b", "a"]["seeds"] == [2.0, 2.0]
+    assert pairs["c", "a"]["seeds"] is None and pairs["c", "a"]["difference"] == -0.5
 
 
 def test_drafters_are_resampled_together():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from reference import training_report
+from reference.records import RecordError
 from tests.agreement import assert_agree
 
 
@@ -88,4 +89,7 @@ def test_runs_of_several_folders_stay_apart_and_a_half_written_line_is_left_out(
     assert [len(run[2]) for run in training_report.runs_of(paths).values()] == [1, 1]
     with pytest.raises(SystemExit, match="given twice"):
         training_report.main([str(paths[0])] * 2)
-    assert set(training_report.runs_of([log("lr1e-4x", steps(2.0)), log("lr1e3", steps(2.0))])) == {"lr1e-4x", "lr1e3"}
+    for names in (("lr1e-4x", "lr1e3"), ("lr1e-4", "more")):
+        assert set(training_report.runs_of([log(name, steps(2.0)) for name in names])) == set(names)
+    with pytest.raises(RecordError, match="rename"):
+        training_report.runs_of([log(name, steps(2.0)) for name in ("more", "more-1")])
