@@ -342,7 +342,7 @@ def new_parser(doc, sizes):
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of products; weights are float32")
     add("--save-every", type=int, default=100, metavar="STEPS")
     add("--held-out", type=int, default=0, metavar="N",
-        help=f"answers kept out; OUT.steps.jsonl has tokens per round on {HELD_OUT_ANCHORS} blocks of each")  # fmt: skip
+        help=f"answers kept out; OUT.steps.jsonl has tokens a round on {HELD_OUT_ANCHORS} blocks of each")  # fmt: skip
     add("--resume", action="store_true", help="go on from OUT.checkpoint")
     add("--limit", type=int, metavar="N", help="smoke run: at most N prompts and steps")
     add("--without-tables", action="store_true", help="store no copies of the target's embedding and head")
