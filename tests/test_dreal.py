@@ -22,7 +22,7 @@ tokenizers = pytest.importorskip("tokenizers")
 
 from safetensors.torch import save_file  # noqa: E402
 
-from examples import drafted_length, train_drafter  # noqa: E402
+from examples import drafted_length, objective_slopes, train_drafter  # noqa: E402
 from examples import dreal_posttrain as example  # noqa: E402
 from fast import posttraining, training, training_program  # noqa: E402
 from fast.decoder import Decoder  # noqa: E402
@@ -673,6 +673,48 @@ def test_drafted_lengths_are_recorded_resumed_and_compared(folders, tmp_path, mo
     arguments[arguments.index("--anchors") + 1] = 0
     with pytest.raises(SystemExit, match="--anchors must be at least 1"):
         run()
+
+
+# Slopes of the objectives
+
+
+def test_signal_and_direction_of_noisy_slopes():
+    """Known means and noise in 400 dimensions: the ratios within the jackknife's errors."""
+    rng, n, size = np.random.default_rng(0), 60, 400
+    uphill, across = np.linalg.qr(rng.standard_normal((size, 2)))[0].T
+    mine = 3 * uphill + 4 * across + 0.5 * rng.standard_normal((n, size))
+    theirs = 2 * uphill + 0.3 * rng.standard_normal((n, size))
+    (row,) = objective_slopes.report({"mine": objective_slopes.products(mine, theirs)}).rows
+    single = 25 + 0.25 * size
+    for value, error, exact in zip(row[1::2], row[2::2], (25 / single, 0.6, 3 / single**0.5), strict=True):
+        assert abs(value - exact) < 4 * error < 0.2
+    rows = objective_slopes.report({"none": objective_slopes.products(mine - mine.mean(axis=0), theirs)}).rows
+    assert rows[0][3] is None  # a mean that is lost in its noise has no direction
+
+
+def test_the_slopes_are_those_of_training(sequences, wide_target):
+    settings = training.Settings(3, 2, 6, 0, 1e-3, clip=1e9, seed=5)
+    for objective in posttraining.OBJECTIVES:
+        first, second = (
+            posttraining.trainer_of(objective, wide_target, random_drafter("vanilla", wide_target), sequences, settings)
+            for _ in range(2)
+        )
+        for trainer in (first, second):
+            trainer.recipe = replace(trainer.recipe, confidence=0.0)
+        slope = objective_slopes.slopes_of(first, objective)[0]
+        assert_agree(float(np.linalg.norm(slope)), second.update().norm, "walk32")
+
+
+def test_slopes_of_a_folder(folders, tmp_path, capsys):
+    arguments = ["--target", folders / "target", "--drafter", folders / "drafter", "--prompts",
+                 folders / "prompts.jsonl", "--answers", tmp_path / "answers.jsonl", "--answer-tokens", 12, "--steps",
+                 4, "--sequences", 2, "--anchors", 4, "--device", "cpu"]  # fmt: skip
+    objective_slopes.main([str(word) for word in arguments])
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["table"]["rows"]
+    assert [row[0] for row in rows] == list(posttraining.OBJECTIVES)
+    assert rows[-1][3] in (pytest.approx(1.0), None) and all(row[1] <= 1 for row in rows)
+    with pytest.raises(SystemExit, match="--steps must be at least 3"):
+        objective_slopes.main([str(word) for word in [*arguments, "--steps", 2]])
 
 
 def test_two_processes_make_the_same_steps_as_one(command, tmp_path):
