@@ -22,7 +22,7 @@ import reference  # noqa: E402
 from fast.engine import Engine, Request  # noqa: E402
 from reference.anchor import measure_anchor  # noqa: E402
 
-DRAFTERS = ("attention", "dflash", "dflash2", "dspark")
+DRAFTERS = ("attention", "dflash", "dflash2", "dflash2-dreal", "dspark", "dspark-dreal")
 GAMMA, GREEDY, PLAIN = 7, SamplingLaw(0), SamplingLaw()
 
 
@@ -59,7 +59,7 @@ def test_it_is_small_has_a_card_and_borrows_the_tables(name):
     card = (folder / "README.md").read_text()
     for said in ("seed", "steps", "learning", "anchors"):
         assert said in card
-    assert DrafterConfig.from_folder(folder).family == name
+    assert DrafterConfig.from_folder(folder).family == name.removesuffix("-dreal")
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -134,7 +134,7 @@ def test_rounds_are_as_long_as_the_recorded_reach_says(name):
             return np.array([aim]) if slots == 0 else engine_uniforms(seed, position, slots)
 
         engine = Engine(
-            target("float32"), mine, 512, batch=40, lattice=None if name == "dflash2" else 0, uniforms=forced
+            target("float32"), mine, 512, batch=40, lattice=None if mine.lattice else 0, uniforms=forced
         )
         requests = [Request(tuple(tokens[:-1]), GAMMA + 2, PLAIN, (i, j)) for j in range(rounds)]
         found = np.array([c.rounds[0].accepted for c in engine.generate(requests)])
