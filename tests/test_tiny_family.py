@@ -133,9 +133,7 @@ def test_rounds_are_as_long_as_the_recorded_reach_says(name):
         def forced(seed, position, slots, aim=aim):
             return np.array([aim]) if slots == 0 else engine_uniforms(seed, position, slots)
 
-        engine = Engine(
-            target("float32"), mine, 512, batch=40, lattice=None if mine.lattice else 0, uniforms=forced
-        )
+        engine = Engine(target("float32"), mine, 512, batch=40, lattice=None if mine.lattice else 0, uniforms=forced)
         requests = [Request(tuple(tokens[:-1]), GAMMA + 2, PLAIN, (i, j)) for j in range(rounds)]
         found = np.array([c.rounds[0].accepted for c in engine.generate(requests)])
         u, v = np.random.default_rng([1, i]).random((2, paths, GAMMA))
