@@ -19,10 +19,13 @@ def test_everything_that_needs_no_model(tmp_path):
     commands = [c.split("  #")[0].strip() for c in COMMANDS if "--target t" in c or "reference.report" in c]
     setup, commands[0] = commands[0].split(" && ")
     assert setup == "pip install -e ."
-    assert len(commands) == 7  # the main job, gaps; on the toy: floors, gaps, a report, the same anchors compared
+    assert len(commands) == 11  # the main job, gaps; on the toy: floors, gaps, reports; training and serving
     for name in ("examples", "models", "reference", "fast"):
         (tmp_path / name).symlink_to(ROOT / name)
-    documents = [run(re.sub(r"--anchors \d+", "--anchors 1", command), tmp_path) for command in commands]
+    small = {"--anchors": 1, "--steps": 3, "--limit": 16, "--requests": 1, "--answer-tokens": 16}
+    for flag, number in small.items():
+        commands = [re.sub(rf"{flag} \d+", f"{flag} {number}", command) for command in commands]
+    documents = [run(command, tmp_path) for command in commands]
     tiny, gaps, toy, _, report, *_ = documents
     assert tiny["anchors"] == gaps["anchors"] == 4 and toy["anchors"] == 2
     assert toy == report
@@ -42,11 +45,11 @@ def test_the_test_command():
 
 
 def test_flags_in_the_readme_exist():
-    common = (ROOT / "reference" / "program.py").read_text()
+    common = {"program.parser": "reference/program.py", "program.new_parser": "fast/training_program.py"}
     for command in COMMANDS:
         if example := re.search(r"examples/\w+\.py", command):
             source = (ROOT / example[0]).read_text()
-            source += common if "program.parser" in source else ""
+            source += "".join((ROOT / file).read_text() for name, file in common.items() if name in source)
             for flag in re.findall(r" --[a-z-]+", command.split("pip install -e .", 1)[-1]):
                 assert f'"{flag[1:]}"' in source, f"{flag} is no flag of {example[0]}"
 
