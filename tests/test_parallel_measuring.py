@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -281,6 +282,7 @@ def launch(size, script, *arguments):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # what runs in the background ignores it
         )
         for rank in range(size)
     ]
