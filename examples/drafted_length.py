@@ -52,9 +52,7 @@ def main(arguments=None):
 
 def run(options):
     """Load, measure what is missing, report."""
-    for name, least in {"anchors": 1, "requests": 1, "answer_tokens": 1, "limit": 1, "seed": 0}.items():
-        if getattr(options, name) is not None and getattr(options, name) < least:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(options, name)}")
+    program.at_least(options, anchors=1, requests=1, answer_tokens=1, limit=1, seed=0)
     device, dtype = fast.placement(options.device, options.dtype)
     snapshot = locate(options.target, revision=options.revision)
     config = DecoderConfig.from_folder(snapshot.folder)

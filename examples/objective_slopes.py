@@ -44,9 +44,7 @@ def main(arguments=None):
 
 def run(options):
     """Slopes of every objective, their products, the table."""
-    for name, least in {"anchors": 1, "sequences": 1, "steps": 3, "answer_tokens": 1, "seed": 0}.items():
-        if getattr(options, name) < least:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(options, name)}")
+    program.at_least(options, anchors=1, sequences=1, steps=3, answer_tokens=1, seed=0)
     options.device, options.dtype = fast.placement(options.device, "float32")
     snapshot, drafter = locate(options.target, revision=options.revision), locate(options.drafter)
     text = Text.from_folder(snapshot.folder)

@@ -33,7 +33,7 @@ from fast.paths import write_answers
 from models.checkpoint import digest, locate
 from models.text import Text, builtin_prompts, read_prompts
 from reference.laws import SamplingLaw
-from reference.program import commit, sha, versions
+from reference.program import at_least, commit, sha, versions
 from reference.records import RecordFile, read
 from reference.shared_records import ranks
 
@@ -144,15 +144,9 @@ def train(trainer, options, unseen, store, rank):
 
 def check(options):
     """ValueError for numbers that train nothing and for an --out that is in use; makes the folder around it."""
-    for name in COUNTS:
-        value = getattr(options, name, None)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    at_least(options, **dict.fromkeys(COUNTS, 1), seed=0, held_out=0)
     if not 0 < options.learning_rate < math.inf:
         raise ValueError(f"--learning-rate must be a positive number, got {options.learning_rate}")
-    for name in ("seed", "held_out"):
-        if getattr(options, name) < 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 0, got {getattr(options, name)}")
     if not options.out.strip():
         raise ValueError("--out is empty; it names the drafter's folder")
     out, checkpoint = Path(options.out), Path(f"{options.out}.checkpoint")

@@ -51,14 +51,20 @@ def in_one_line(run, *arguments):
         sys.exit(f"stopped{where}; the same command goes on where it was")
 
 
+def at_least(options, **least):
+    """ValueError for a flag's number below the least that makes sense; a flag that is not given is left alone."""
+    for name, bound in least.items():
+        value = getattr(options, name, None)
+        if value is not None and value < bound:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {bound}, got {value}")
+
+
 def run(options, backend, draw):
     """Load, estimate, measure or resume, report; `draw` makes the figure of --plot from the summary."""
     rank, size = ranks()
     quiet = options.quiet or rank > 0
     say = (lambda *_: None) if quiet else (lambda *text: print(*text, flush=True))
-    for name in ("limit", "prompt_tokens"):
-        if getattr(options, name) is not None and getattr(options, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    at_least(options, limit=1, prompt_tokens=1)
     law = SamplingLaw(options.temperature, options.top_k, options.top_p)
     anchors = ANCHORS if options.anchors is None else options.anchors
     anchors = min(anchors, options.limit or anchors)

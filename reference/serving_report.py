@@ -227,12 +227,8 @@ def tau_tables(titles, names, prompts, tasks, committed, rounds, seeds, replicat
 def histograms(about, found, seeds):
     """Tables over all rounds of each drafter: Pr(N >= t), which sums to tau; shares of rounds by accepted drafts."""
     runs, (prompts, _), every = runs_of(found, seeds), shared(found), list(found.values())
-    rounds = [
-        np.array([k for p in prompts for i in own.values() for k in every[i][p]["rounds"]], dtype=np.int64).reshape(
-            -1, 4
-        )
-        for own in runs.values()
-    ]
+    rounds = [[kind for p in prompts for i in own.values() for kind in every[i][p]["rounds"]] for own in runs.values()]
+    rounds = [np.array(kinds, dtype=np.int64).reshape(-1, 4) for kinds in rounds]
     longest = max(kinds[:, 2].max(initial=1) for kinds in rounds)
     accepted, committed = (
         np.array([np.bincount(kinds[:, i], weights=kinds[:, 3], minlength=longest + 1) for kinds in rounds]).T

@@ -622,7 +622,7 @@ def test_bad_commands(command, folders, tmp_path):
 # Comparing drafters on the same blocks
 
 
-def test_drafted_lengths_are_recorded_resumed_and_compared(folders, tmp_path, monkeypatch, capsys):
+def test_drafted_lengths_are_recorded_resumed_and_compared(folders, tmp_path, capsys):
     target, prompts, out = folders / "target", folders / "prompts.jsonl", tmp_path / "drafted.jsonl"
     for seed in (1, 2):  # a training of two seeds that changed nothing
         shutil.copytree(folders / "drafter", tmp_path / f"same-{seed}")
