@@ -67,9 +67,7 @@ def main(arguments=None):
 
 def run(options):
     """Print the rows that are asked for, each as it comes, and the document."""
-    for name, least in (("tokens", 2), ("threads", 1)):
-        if getattr(options, name) is not None and getattr(options, name) < least:
-            raise ValueError(f"--{name} must be at least {least}, got {getattr(options, name)}")
+    program.at_least(options, tokens=2, threads=1)
     if options.random_weights and options.only:
         raise ValueError("--only goes with --target")
     if options.threads:

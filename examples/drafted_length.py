@@ -28,17 +28,15 @@ import numpy as np
 from tqdm import tqdm
 
 import fast
-from fast.posttraining import drafted_length
+from fast.posttraining import drafted_length, read_sequence
 from fast.training import anchor_places
-from fast.training_program import sequence_of
+from fast.training_program import answers_to, sequence_of
 from models.checkpoint import locate
 from models.config import DecoderConfig
 from reference import program
-from reference.laws import SamplingLaw
 from reference.records import RecordFile, read
 from reference.serving_report import check_tasks, runs_of, tau_tables
 
-ANSWERS_AT_ONCE = 16
 TITLES = (
     "Expected tokens of a round behind an anchor, temperature 1, bonus token counted",
     "Difference on the same blocks",
@@ -91,24 +89,25 @@ def measure(target, drafters, prompts, anchors, answer_tokens, seed, records):
     answers = {row["prompt"]: row for row in records.rows if row["kind"] == "answer"}
     done = {(row["drafter"], row["prompt"]) for row in records.rows if row["kind"] == "blocks"}
     missing = [i for i, prompt in enumerate(prompts) if prompt.id not in answers]
-    with tqdm(total=len(prompts), initial=len(answers), unit="answer", disable=None) as bar:
-        for start in range(0, len(missing), ANSWERS_AT_ONCE):
-            some = missing[start:][:ANSWERS_AT_ONCE]
-            uniforms = [np.random.default_rng([seed, i]).random(answer_tokens) for i in some]
-            written = fast.write_answers(target, [prompts[i].tokens for i in some], uniforms, SamplingLaw())
-            for i, answer in zip(some, written, strict=True):
-                row = {"kind": "answer", "prompt": prompts[i].id, "tokens": answer.tokens, "stopped": answer.stopped}
-                answers[prompts[i].id] = row
-                records.append(row)
-            bar.update(len(some))
-    work = [(name, i) for name in drafters for i in range(len(prompts)) if (name, prompts[i].id) not in done]
-    for name, i in tqdm(work, unit="answer", disable=None):
-        prompt, length, blocks = prompts[i], 0, 0
+    for i, answer in answers_to(target, [prompt.tokens for prompt in prompts], missing, answer_tokens, seed):
+        row = {"kind": "answer", "prompt": prompts[i].id, "tokens": answer.tokens, "stopped": answer.stopped}
+        records.append(row)
+        answers[prompts[i].id] = row
+    for i, prompt in enumerate(tqdm(prompts, unit="prompt", disable=None)):
         sequence = sequence_of(answers[prompt.id] | {"prompt": prompt.tokens}, target.stop_ids)
-        if len(anchor_places(sequence.supervised)):
-            length, blocks = drafted_length(target, drafters[name], sequence, anchors, [seed, i])
-        about = {"kind": "blocks", "drafter": name, "domain": prompt.domain, "prompt": prompt.id}
-        records.append(about | {"length": length, "blocks": blocks})
+        readings = {}  # drafters with the same taps share what the target reads
+        for name, drafter in drafters.items():
+            if (name, prompt.id) in done:
+                continue
+            length = blocks = 0
+            if len(anchor_places(sequence.supervised)):
+                if drafter.taps not in readings:
+                    readings[drafter.taps] = read_sequence(target, sequence.tokens, drafter.taps)
+                length, blocks = drafted_length(
+                    target, drafter, sequence, anchors, [seed, i], readings[drafter.taps]
+                )  # fmt: skip
+            about = {"kind": "blocks", "drafter": name, "domain": prompt.domain, "prompt": prompt.id}
+            records.append(about | {"length": length, "blocks": blocks})
 
 
 def report(rows, seeds):

@@ -163,9 +163,7 @@ def recorder(cell, prompts, engine, records, bar):
 
 def check(options):
     """A ValueError for flags that make no sense together."""
-    for name in ("requests", "limit", "answer_tokens", "prompt_tokens", "gamma"):
-        if getattr(options, name) is not None and getattr(options, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    program.at_least(options, requests=1, limit=1, answer_tokens=1, prompt_tokens=1, gamma=1)
     check_settings(1, 1, options.threshold)
     for temperature in options.temperature:
         SamplingLaw(temperature, options.top_k, options.top_p)

@@ -270,15 +270,16 @@ def grow_suffixes(target, memory, ends, drafts, starts, lengths):
 
 
 @torch.no_grad()
-def drafted_length(target, drafter, sequence, anchors, seed):
+def drafted_length(target, drafter, sequence, anchors, seed, reading=None):
     """Blocks drafted behind up to `anchors` anchors of a sequence: (sum of their 1 + J, how many).
 
     1 + J is the expected number of tokens of a round at temperature 1, the bonus token counted, given the drafts.  The
     same seed, a sequence of int, gives the same anchors and, slot by slot, the same uniforms, whatever the drafter.
+    reading, as from `read_sequence`, saves the target's forward where it was done for another drafter.
     """
     some = training.draw_anchors(sequence.supervised, anchors, np.random.default_rng(seed))
     uniforms = np.stack([np.random.default_rng([*seed, DRAWS, place]).random(drafter.gamma) for place in some])
-    reading = read_sequence(target, sequence.tokens, drafter.taps)
+    reading = reading or read_sequence(target, sequence.tokens, drafter.taps)
     found = round_losses(OnlineRecipe(), target, drafter, sequence.tokens, some, uniforms, reading)
     return float(found.length), int(found.blocks)
 

@@ -270,15 +270,24 @@ def read_sequences(options, target, text, about, say):
 
 
 def write_missing(answer_tokens, target, prompts, records):
-    """Let the target answer the prompts that have no record yet; an answer depends on its prompt and place only."""
-    law, done = SamplingLaw(), len(records.rows)
+    """Let the target answer the prompts that have no record yet."""
+    done = len(records.rows)
+    for place, answer in answers_to(target, prompts, range(done, len(prompts)), answer_tokens, ANSWER_SEED):
+        row = {"kind": "answer", "prompt": prompts[place], "tokens": answer.tokens, "stopped": answer.stopped}
+        records.append(row)
+
+
+def answers_to(target, prompts, places, answer_tokens, seed):
+    """Yield (place, the target's answer at temperature 1) for some of the prompts, in order, with a bar.
+
+    An answer depends on the seed, its prompt and its place only, not on its neighbours in the batch.
+    """
+    law, done = SamplingLaw(), len(prompts) - len(places)
     with tqdm(total=len(prompts), initial=done, unit="answer", disable=None) as bar:
-        for start in range(done, len(prompts), ANSWERS_AT_ONCE):
-            places = range(start, min(start + ANSWERS_AT_ONCE, len(prompts)))
-            uniforms = [np.random.default_rng([ANSWER_SEED, i]).random(answer_tokens) for i in places]
-            some = [prompts[i] for i in places]
-            for prompt, answer in zip(some, write_answers(target, some, uniforms, law), strict=True):
-                records.append({"kind": "answer", "prompt": prompt, "tokens": answer.tokens, "stopped": answer.stopped})
+        for start in range(0, len(places), ANSWERS_AT_ONCE):
+            some = places[start:][:ANSWERS_AT_ONCE]
+            uniforms = [np.random.default_rng([seed, place]).random(answer_tokens) for place in some]
+            yield from zip(some, write_answers(target, [prompts[place] for place in some], uniforms, law), strict=True)
             bar.update(len(some))
 
 
